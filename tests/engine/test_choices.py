@@ -10,8 +10,9 @@ import pytest
 from engine_http_rig import PacedModel, ServedEngine, served_engine
 from engine_process import official_client, until
 from engine_rig import prompt
+from kvtier_engine.scheduling.beam_search import BeamSettings
 from kvtier_engine.scheduling.request import Sampling
-from naive_answers import naive_answer
+from naive_answers import naive_answer, naive_beams
 
 TOKENS = prompt(13)
 ASK: dict[str, Any] = {"prompt": TOKENS, "max_tokens": 12, "temperature": 1.2, "seed": 5}
@@ -80,6 +81,25 @@ def test_the_best_of_several(tiny: ServedEngine) -> None:
     for wrong in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}, {"best_of": 17}, {"best_of": 129}):
         response = tiny.client.post("/v1/completions", json=ASK | wrong)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
+
+
+def test_the_answers_of_a_beam_search(tiny: ServedEngine) -> None:
+    ask = {"prompt": TOKENS, "max_tokens": 8, "use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0.5}
+    settings = BeamSettings(width=4, length_penalty=0.5)
+    found = naive_beams(TOKENS, Sampling(max_tokens=8, num_branches=4, beams=settings))
+    whole = tiny.complete(**ask)
+    assert whole["kvtier"]["token_ids_by_choice"] == [list(tokens) for tokens in found[:2]]
+    stop = whole["choices"][1]["text"][3:5]
+    cut = tiny.complete(**ask, stop=stop)["choices"][1]
+    assert (cut["text"], cut["finish_reason"]) == (whole["choices"][1]["text"].partition(stop)[0], "stop")
+    for param, wrong in {
+        "n": {"n": 1, "best_of": 1}, "temperature": {"temperature": 1}, "top_p": {"top_p": 0.5},
+        "logprobs": {"logprobs": 1},
+        "stream": {"stream": True, "n": 4},
+        "length_penalty": {"use_beam_search": False}, "best_of": {"best_of": 17},
+    }.items():  # fmt: skip
+        response = tiny.client.post("/v1/completions", json=ask | wrong)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_log_probabilities_of_completions(official: openai.OpenAI, tiny: ServedEngine) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -9,15 +10,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine_rig import EngineRig, prompt
+from kvtier_engine.scheduling.beam_search import BeamSettings
 from kvtier_engine.scheduling.request import Sampling
-from naive_answers import naive_answer
+from naive_answers import naive_answer, naive_beams
 
 _DOCUMENTS = [prompt(26, seed=seed) for seed in range(2)]
 
 
 @cache
 def _naive(tokens: tuple[int, ...], sampling: Sampling, branch: int) -> tuple[tuple[int, ...], list[float]]:
+    if sampling.beams is not None:
+        return _naive_beams(tokens, sampling)[branch], []
     return naive_answer(tokens, sampling, branch)
+
+
+@cache
+def _naive_beams(tokens: tuple[int, ...], sampling: Sampling) -> list[tuple[int, ...]]:
+    return naive_beams(tokens, sampling)
 
 
 class _Forks(RuleBasedStateMachine):
@@ -47,6 +56,7 @@ class _Forks(RuleBasedStateMachine):
         max_tokens=st.integers(1, 14),
         temperature=st.sampled_from([0.0, 1.0]),
         num_top=st.sampled_from([None, 2]),
+        beams=st.sampled_from([False, False, True]),
     )
     def ask(
         self,
@@ -56,15 +66,14 @@ class _Forks(RuleBasedStateMachine):
         max_tokens: int,
         temperature: float,
         num_top: int | None,
+        beams: bool,
     ) -> None:
-        sampling = Sampling(
-            max_tokens=max_tokens, temperature=temperature, seed=7, num_branches=num_branches, num_top=num_top
-        )
+        asked: dict[str, Any] = {"temperature": temperature, "num_branches": num_branches, "num_top": num_top}
+        if beams and num_branches > 1:
+            asked = {"num_branches": num_branches, "beams": BeamSettings(width=num_branches), "eos_token_ids": (30, 4)}
         tokens = document[:num_tokens]
-        request = self.rig.add(
-            tokens, max_tokens, temperature=temperature, seed=7, num_branches=num_branches, num_top=num_top
-        )
-        self.asked[request] = tuple(tokens), sampling
+        request = self.rig.add(tokens, max_tokens, seed=7, **asked)
+        self.asked[request] = tuple(tokens), Sampling(max_tokens=max_tokens, seed=7, **asked)
 
     @rule(num_steps=st.integers(1, 6))
     def steps(self, num_steps: int) -> None:
@@ -112,6 +121,9 @@ class _Forks(RuleBasedStateMachine):
             assert sorted(answers) == list(range(sampling.num_branches))
             for branch, done in answers.items():
                 expected, logprobs = _naive(tokens, sampling, branch)
+                if sampling.beams is not None and done.finish_reason == "cancelled":
+                    assert (request, branch) in self.cancelled
+                    continue  # beams that had not ended are not what a search finds
                 if done.finish_reason == "cancelled":
                     assert (request, branch) in self.cancelled
                     assert done.token_ids == expected[: len(done.token_ids)]

@@ -137,13 +137,16 @@ class EngineRig:
         pending: PendingPolicy | None = None,
         layered: Callable[[PagedKV], LayeredLoads] | None = None,
         cache_aware: bool = False,
+        model: LlamaModel = MODEL,
+        config: ModelConfig = CONFIG,
     ) -> None:
         """
         :param tiers: False leaves the device alone; `cache` False also keeps requests from sharing anything.
         :param cache_aware: the engine's defaults: its order, parts of blocks reused, blocks computed once for all who
             need them. False makes it simple to say what is a hit.
+        :param model: with `config`: another model than the tiny one.
         """
-        self.kv = allocate_kv(CONFIG, num_blocks, TOKENS_PER_BLOCK, torch.float32)
+        self.kv = allocate_kv(config, num_blocks, TOKENS_PER_BLOCK, model._weights.embedding.dtype)
         self.kv.tensor.fill_(float("nan"))
         self.layered = layered(self.kv) if layered else None
         if self.layered is not None:
@@ -175,7 +178,7 @@ class EngineRig:
             max_running=max_running,
             order="cache_aware" if cache_aware else "fcfs",
         )
-        self.scheduler = Scheduler(MODEL, self.kv, self.cache, EngineMetrics(self.registry), settings)
+        self.scheduler = Scheduler(model, self.kv, self.cache, EngineMetrics(self.registry), settings)
         self.done: dict[int, Completion] = {}
         self.answers: dict[int, dict[int, Completion]] = {}
         self._last_id = 0

@@ -79,8 +79,8 @@ class Generation:
 
         :param http: its body must have been read.
         :param texts: of each branch.
-        :param read_along: False reads all text at the end, which costs the engine nothing per token. Then `texts` must
-            have no stop sequence.
+        :param read_along: False reads all text at the end, which costs the engine nothing per token, and finds stop
+            sequences only then.
         :raises KvtierError: what `Engine.submit` raises.
         """
         self._engine, self._read_along = engine, read_along

@@ -79,6 +79,10 @@ class SamplingBody(BaseModel):
     service_tier: Any = None
 
     n: NumAnswers | None = None
+    use_beam_search: bool | None = None
+    """The likeliest answers instead of drawn ones, as vLLM calls it, with the next two. `num_branches` is the width."""
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    early_stopping: bool | None = None
     frequency_penalty: Annotated[Any, AfterValidator(_Only(0))] = None
     presence_penalty: Annotated[Any, AfterValidator(_Only(0))] = None
     logit_bias: Annotated[Any, AfterValidator(_Only({}))] = None
@@ -105,7 +109,19 @@ class SamplingBody(BaseModel):
         """The parameter that does not go with another one, and why; None: all do."""
         if self.stream_options is not None and not self.stream:
             return "stream_options", "only with stream = true"
-        return None
+        return self._conflict_of_beams()
+
+    def _conflict_of_beams(self) -> tuple[str, str] | None:
+        if not self.use_beam_search:
+            settings = {"length_penalty": self.length_penalty, "early_stopping": self.early_stopping}
+            name = next((name for name, value in settings.items() if value is not None), None)
+            return None if name is None else (name, "only with use_beam_search = true")
+        if self.num_branches < 2:
+            return "n", "is the width of a beam search, which must be at least 2"
+        drawing = {"stream": self.stream, "temperature": self.temperature, "top_p": self.top_p not in (None, 1)}
+        drawing |= {"logprobs": self.num_top is not None}
+        name = next((name for name, value in drawing.items() if value), None)
+        return None if name is None else (name, "not with use_beam_search; leave it out")
 
     @property
     def wants_usage_chunk(self) -> bool:

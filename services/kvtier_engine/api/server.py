@@ -21,6 +21,7 @@ from kvtier_engine.api.generation import Ask, Generation, Piece, stopping
 from kvtier_engine.api.http_requests import HANDLERS, ApiError, parse_body
 from kvtier_engine.api.request_ids import RequestIds
 from kvtier_engine.api.requests import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, ResetBody, SamplingBody
+from kvtier_engine.scheduling.beam_search import BeamSettings
 from kvtier_engine.scheduling.engine import Engine
 from kvtier_engine.scheduling.request import Sampling
 from kvtier_engine.scheduling.request_spans import RequestSpans
@@ -132,7 +133,10 @@ class Server:
             seed=body.seed,
             eos_token_ids=self._eos_token_ids,
             num_branches=body.num_branches,
-            num_top=0 if body.num_top is None and body.num_branches > body.num_choices else body.num_top,
+            beams=_beams(body),
+            num_top=body.num_top
+            if body.num_top is not None or body.use_beam_search or body.num_branches == body.num_choices
+            else 0,
         )
 
     async def _answer(self, http: HttpRequest, body: ChatBody | CompletionBody, ask: Ask) -> Response:
@@ -150,14 +154,17 @@ class Server:
             return EventStream(generation, answer)
         answers = await _read_all(generation)
         completions = [piece.done for piece in answers if piece.done is not None]
-        return JSONResponse(answer.whole(_likeliest(answers, body.num_choices), completions))
+        chosen = answers[: body.num_choices] if body.use_beam_search else _likeliest(answers, body.num_choices)
+        return JSONResponse(answer.whole(chosen, completions))
 
     def _generate(self, http: HttpRequest, body: ChatBody | CompletionBody, ask: Ask) -> Generation:
         stop = body.stop_sequences
         texts = [AnswerText(self._tokenizer.detokenizer(), stop) for _ in range(ask.sampling.num_branches)]
         prompt = "messages" if isinstance(body, ChatBody) else "prompt"
         try:
-            return Generation(self._engine, http, ask, texts, read_along=bool(body.stream or stop))
+            return Generation(
+                self._engine, http, ask, texts, read_along=bool(body.stream or stop) and not body.use_beam_search
+            )
         except LimitExceededError as error:
             raise ApiError(400, str(error), param=prompt, code="context_length_exceeded") from error
         except InvalidInputError as error:
@@ -212,6 +219,16 @@ async def _read_all(generation: Generation) -> list[Piece]:
         logprobs = [each for piece in of_branch for each in piece.logprobs]
         whole.append(Piece(branch, text, logprobs, of_branch[-1].done))
     return whole
+
+
+def _beams(body: SamplingBody) -> BeamSettings | None:
+    if not body.use_beam_search:
+        return None
+    return BeamSettings(
+        width=body.num_branches,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        early_stopping=bool(body.early_stopping),
+    )
 
 
 def _likeliest(answers: list[Piece], num_choices: int) -> list[Piece]:

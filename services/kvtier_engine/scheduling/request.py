@@ -3,7 +3,7 @@
 import enum
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from kvtier.identity.keys import BlockHasher, BlockKey, PreviousHasher
 from kvtier.offload import BlockStatus, PreviousKeys
+from kvtier_engine.scheduling.beam_search import BeamSearch, BeamSettings
 from kvtier_engine.scheduling.request_spans import RequestSpans
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
@@ -34,6 +35,8 @@ class Sampling:
     num_branches: int = 1
     """How many answers are drawn. Their draws are independent, and those of a branch do not depend on how many there
     are: the first branch answers what it would answer alone."""
+    beams: BeamSettings | None = None
+    """Searches for the likeliest answers, as many branches as the search is wide; None draws them."""
     num_top: int | None = None
     """With each token comes its log probability, and so many of the likeliest tokens with theirs; None: neither."""
 
@@ -189,12 +192,17 @@ class Request:
     num_unforked: int = 0
     """How many branches are still to be forked from this one."""
     unfinished: Unfinished = field(init=False)
+    search: BeamSearch | None = field(init=False, default=None)
+    """The search that this branch is a beam of."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
         self.num_unforked = self.sampling.num_branches - 1
         self.unfinished = Unfinished(self.sampling.num_branches)
         self.generator = self.sampling.draws(0)
+        if self.sampling.beams is not None:
+            ends = self.sampling.eos_token_ids
+            self.search = BeamSearch(self.sampling.beams, self.sampling.max_tokens, ends)
 
     def fork(self, branch: int) -> "Request":
         """Returns a new branch with the tokens of this one, and draws of its own. It has no blocks yet."""
@@ -216,7 +224,8 @@ class Request:
             logprobs=list(self.logprobs),
         )
         forked.num_prompt_tokens, forked.num_unforked = self.num_prompt_tokens, 0
-        forked.unfinished, forked.generator = self.unfinished, self.sampling.draws(branch)
+        forked.unfinished, forked.search = self.unfinished, self.search
+        forked.generator = self.sampling.draws(branch)
         return forked
 
     @property
@@ -257,6 +266,20 @@ class Request:
     def completions(self, reason: FinishReason) -> list[Completion]:
         """The end of this branch, and of those that were to be forked from it."""
         return [self._completion(reason, branch) for branch in range(self.branch, self.branch + self.num_places)]
+
+    def found(self) -> list[Completion]:
+        """What a search that is over has found, the best first."""
+        assert self.search is not None
+        ended = self._completion("length", 0)
+        return [
+            replace(
+                ended,
+                branch=rank,
+                token_ids=hypothesis.token_ids,
+                finish_reason="stop" if hypothesis.token_ids[-1] in self.sampling.eos_token_ids else "length",
+            )
+            for rank, hypothesis in enumerate(self.search.found)
+        ]
 
     def _completion(self, reason: FinishReason, branch: int) -> Completion:
         return Completion(

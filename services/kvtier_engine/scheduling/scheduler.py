@@ -13,7 +13,7 @@ from kvtier_engine.model.paged_kv import PagedKV
 from kvtier_engine.scheduling.compute_times import ComputeTimes
 from kvtier_engine.scheduling.metrics import EngineMetrics
 from kvtier_engine.scheduling.prefix_cache import Admission, PrefixCache
-from kvtier_engine.scheduling.request import FinishReason, NewToken, Request, Stage
+from kvtier_engine.scheduling.request import Completion, FinishReason, NewToken, Request, Stage
 from kvtier_engine.scheduling.sampling import logprobs_of, sample
 from kvtier_engine.scheduling.waiting_order import LongestPrefixFirst
 
@@ -137,7 +137,7 @@ class Scheduler:
         if not plan:
             self._compute_times.end_idle_step()
             self._cache.end_step()
-            return False
+            return self._park()
         planned, is_arriving = self._clock(), self._kv.is_arriving
         sampled = self._compute(plan)
         computed = self._clock()
@@ -169,6 +169,22 @@ class Scheduler:
             else:
                 self._run(request)
 
+    def _park(self) -> bool:
+        """Takes the blocks of beams that only wait for others of their search, which may have no room without."""
+        idle = [request for request in self._running if request.num_to_compute == 0] if self._waiting else []
+        for request in idle:
+            self._preempt(request)
+        return bool(idle)
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._cache.release(request)
+        request.stage = Stage.WAITING
+        if request.spans is not None:
+            request.spans.enter("queue", preempted=True)
+        self._waiting.appendleft(request)
+        self._metrics.preemptions.inc()
+
     def _run(self, request: Request) -> None:
         if request.spans is not None:
             request.spans.enter("prefill", tokens=request.num_to_compute)
@@ -185,6 +201,9 @@ class Scheduler:
         while self._waiting and self._waiting[0].num_places <= num_places:
             request = self._waiting.popleft()
             num_places -= request.num_places
+            if request.search is not None and request.search.awaits_others(request.branch):
+                later.append(request)
+                continue
             is_alone = not (self._running or self._loading or self._waiting or later)
             admission = self._cache.admit(request, is_alone=is_alone)
             if admission is Admission.RUNNING:
@@ -218,13 +237,8 @@ class Scheduler:
             # Copies end within milliseconds by themselves; then giving up anything would be a waste.
             if self._cache.copies_hold_blocks or len(self._running) == 1:
                 return
-            victim = self._running.pop()
-            self._cache.release(victim)
-            victim.stage = Stage.WAITING
-            if victim.spans is not None:
-                victim.spans.enter("queue", preempted=True)
-            self._waiting.appendleft(victim)
-            self._metrics.preemptions.inc()
+            victim = self._running[-1]
+            self._preempt(victim)
             if victim is request:
                 return
 
@@ -239,11 +253,55 @@ class Scheduler:
         for row, (request, num_tokens) in enumerate(plan):
             request.num_computed += num_tokens
             if request.num_to_compute == 0:
+                if request.search is not None:
+                    request.search.offer(request.branch, logits[row])
+                    sampled.append(request)
+                    continue
                 branches = [request, *self._fork(request)]
                 for branch in branches:
                     self._sample(branch, logits[row])
                 sampled += branches
+        for request in sampled:
+            if request.search is not None and request.search.is_ready:
+                self._advance(request)
         return sampled
+
+    def _advance(self, request: Request) -> None:
+        """One token more for all beams of the search of which `request` is one; some go on in several ways."""
+        search, beams = request.search, self._branches(request.request_id)
+        assert search is not None
+        self._note_first_token(request)
+        continuations = search.advance({beam.branch: beam.tokens[beam.num_prompt_tokens :] for beam in beams.values()})
+        going_on = {continuation.parent for continuation in continuations}
+        for beam in beams.values():
+            beam.num_unforked = 0
+            if beam.branch not in going_on:
+                self._withdraw(beam)
+                beam.stage = Stage.ENDED
+        for parent, branch, token_id in continuations:
+            if branch != parent:
+                self._fork_beam(beams[parent], branch).tokens.append(token_id)
+        for parent, branch, token_id in continuations:
+            if branch == parent:
+                beams[parent].tokens.append(token_id)
+        if not continuations:
+            self._conclude(request, request.found())
+
+    def _fork_beam(self, parent: Request, branch: int) -> Request:
+        """A beam that lost its blocks while others were computed has none to share: what it forks begins anew, too."""
+        forked = parent.fork(branch)
+        if parent.stage is Stage.RUNNING and parent.num_to_compute == 0:
+            self._cache.fork(parent, forked)
+            self._running.append(forked)
+            self._running.sort(key=lambda r: r.order)
+        else:
+            forked.stage = Stage.WAITING
+            self._waiting.appendleft(forked)
+        return forked
+
+    def _branches(self, request_id: int) -> dict[int, Request]:
+        every = (*self._waiting, *self._loading, *self._running)
+        return {r.branch: r for r in every if r.request_id == request_id and r.stage is not Stage.ENDED}
 
     def _fork(self, request: Request) -> list[Request]:
         """The branches that part here, if there are any."""
@@ -262,12 +320,15 @@ class Scheduler:
         if num_top is not None:
             logprobs = logprobs_of(logits, token_id, num_top)
             request.logprobs.append(logprobs)
+        self._note_first_token(request)
+        if request.on_token is not None:
+            request.on_token(NewToken(token_id, request.branch, logprobs))
+
+    def _note_first_token(self, request: Request) -> None:
         if request.ttft_s is None:
             request.ttft_s = self._clock() - request.arrived_at
             if request.spans is not None and request.branch == 0:
                 request.spans.first_token()
-        if request.on_token is not None:
-            request.on_token(NewToken(token_id, request.branch, logprobs))
 
     def _end_if_over(self, request: Request) -> None:
         num_answer = request.num_answer_tokens
@@ -278,8 +339,11 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """Tells the requester, and gives blocks back, those of a load as soon as it leaves them alone."""
-        if request.stage is Stage.ENDED:
-            return
+        if request.stage is not Stage.ENDED:
+            self._withdraw(request)
+            self._tell(request, reason)
+
+    def _withdraw(self, request: Request) -> None:
         if request.stage is Stage.WAITING:
             self._waiting.remove(request)
             self._cache.cancel_lookup(request)
@@ -288,13 +352,14 @@ class Scheduler:
         else:
             self._running.remove(request)
             self._cache.release(request)
-        self._tell(request, reason)
 
     def _tell(self, request: Request, reason: FinishReason) -> None:
-        if request.stage is Stage.ENDED:
-            return
-        request.stage = Stage.ENDED
-        completions, unfinished = request.completions(reason), request.unfinished
+        if request.stage is not Stage.ENDED:
+            request.stage = Stage.ENDED
+            self._conclude(request, request.completions(reason))
+
+    def _conclude(self, request: Request, completions: list[Completion]) -> None:
+        unfinished = request.unfinished
         unfinished.num_branches -= len(completions)
         unfinished.num_answer_tokens += sum(len(completion.token_ids) for completion in completions)
         if not unfinished.num_branches:
@@ -302,6 +367,6 @@ class Scheduler:
             self._metrics.count(last, num_answer_tokens)
             if request.spans is not None:
                 attributes = last.attributes() | {"answer_tokens": num_answer_tokens}
-                request.spans.end(attributes, failed=reason == "failed")
+                request.spans.end(attributes, failed=last.finish_reason == "failed")
         for completion in completions:
             request.on_done(completion)
