@@ -106,8 +106,12 @@ BAD_BODIES: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "unknown and null": ("/v1/completions", {"prompt": "a", "top_k": None}, 400, "top_k", "leave it out"),
     "another endpoint's": ("/v1/completions", {"prompt": "a", "tools": []}, 400, "tools", "leave it out"),
     "log probabilities": ("/v1/completions", {"prompt": "a", "logprobs": 6}, 400, "logprobs", "equal to 5"),
-    "bias": ("/v1/completions", {"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias", "{} only; leave it out"),
-    "penalty": ("/v1/completions", {"prompt": "a", "frequency_penalty": 0.1}, 400, "frequency_penalty", "0 only"),
+    "bias": ("/v1/completions", {"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias.5", "equal to 100"),
+    "bias of text": ("/v1/completions", {"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias.a", "valid integer"),
+    "bias of no token": ("/v1/completions", {"prompt": "a", "logit_bias": {"50000": 1}}, 400, "logit_bias", "to 49151"),
+    "penalty": (
+        "/v1/completions", {"prompt": "a", "frequency_penalty": 2.1}, 400, "frequency_penalty", "or equal to 2"
+    ),
     "five stop sequences": ("/v1/completions", {"prompt": "a", "stop": list("abcde")}, 400, "stop", "at most 4 texts"),
     "empty stop sequence": ("/v1/completions", {"prompt": "a", "stop": ["a", ""]}, 400, "stop", "of 1 to 1024"),
     "stop number": ("/v1/completions", {"prompt": "a", "stop": 7}, 400, "stop", "must be text"),
@@ -169,6 +173,15 @@ def test_bad_requests_get_openai_errors(
     assert error["param"] == param
     if words != "x":
         assert words in error["message"]
+
+
+def test_penalties_and_bias_change_answers(engine: EngineProcess) -> None:
+    ask: dict[str, Any] = {"prompt": "la la la la la la la la", "max_tokens": 8}
+    plain = engine.complete(**ask)["kvtier"]["token_ids"]
+    assert len(set(plain)) < 8
+    assert len(set(engine.complete(**ask, frequency_penalty=2, presence_penalty=2)["kvtier"]["token_ids"])) == 8
+    assert engine.complete(**ask, repetition_penalty=5)["kvtier"]["token_ids"] != plain
+    assert engine.complete(**ask, logit_bias={str(plain[0]): 100})["kvtier"]["token_ids"] == plain[:1] * 8
 
 
 def test_parameters_that_ask_for_nothing_pass(engine: EngineProcess) -> None:

@@ -44,7 +44,7 @@ async def parse_body(http: HttpRequest, kind: type[Body], most_bytes: int) -> Bo
         return kind.model_validate_json(data or b"{}")
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = [str(part) for part in first["loc"]]
+        place = [str(part) for part in first["loc"] if part != "[key]"]
         param = place[0] if place and place[0] in _UNIONS else ".".join(place)
         raise ApiError(400, f"{param or 'body'}: {_explain(first)}", param=param or None) from error
 

@@ -19,6 +19,7 @@ _LONGEST_STOP_SEQUENCE = 1024
 
 _MOST_ANSWERS = 128
 """OpenAI's limits, as those below."""
+_MOST_BIASES = 300
 _MOST_TOP_OF_COMPLETIONS = 5
 _MOST_TOP_OF_CHATS = 20
 
@@ -27,6 +28,10 @@ TokenLimit = Annotated[int, Field(ge=1)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 NumAnswers = Annotated[int, Field(ge=1, le=_MOST_ANSWERS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+LogitBias = Annotated[
+    dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]], Field(max_length=_MOST_BIASES)
+]
 StopSequence = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP_SEQUENCE)]
 StopSequences = Annotated[list[StopSequence], Field(max_length=_MOST_STOP_SEQUENCES)]
 
@@ -83,9 +88,11 @@ class SamplingBody(BaseModel):
     """The likeliest answers instead of drawn ones, as vLLM calls it, with the next two. `num_branches` is the width."""
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
     early_stopping: bool | None = None
-    frequency_penalty: Annotated[Any, AfterValidator(_Only(0))] = None
-    presence_penalty: Annotated[Any, AfterValidator(_Only(0))] = None
-    logit_bias: Annotated[Any, AfterValidator(_Only({}))] = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    """vLLM's."""
+    logit_bias: LogitBias | None = None
 
     @property
     def stop_sequences(self) -> tuple[str, ...]:
@@ -118,8 +125,14 @@ class SamplingBody(BaseModel):
             return None if name is None else (name, "only with use_beam_search = true")
         if self.num_branches < 2:
             return "n", "is the width of a beam search, which must be at least 2"
-        drawing = {"stream": self.stream, "temperature": self.temperature, "top_p": self.top_p not in (None, 1)}
-        drawing |= {"logprobs": self.num_top is not None}
+        drawing: dict[str, object] = {
+            "stream": self.stream,
+            "temperature": self.temperature,
+            "top_p": self.top_p not in (None, 1),
+        }
+        drawing |= {"logprobs": self.num_top is not None, "logit_bias": self.logit_bias}
+        drawing |= {"frequency_penalty": self.frequency_penalty, "presence_penalty": self.presence_penalty}
+        drawing |= {"repetition_penalty": self.repetition_penalty not in (None, 1)}
         name = next((name for name, value in drawing.items() if value), None)
         return None if name is None else (name, "not with use_beam_search; leave it out")
 

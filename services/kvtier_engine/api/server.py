@@ -117,6 +117,9 @@ class Server:
                 param,
                 f"this engine computes up to {most} answers at once; ask for fewer, or raise engine.max_running",
             )
+        vocab_size = self._engine.limits.vocab_size
+        if conflict is None and max(body.logit_bias or {}, default=0) >= vocab_size:
+            conflict = "logit_bias", f"token ids must be from 0 to {vocab_size - 1}"
         if conflict is not None:
             raise ApiError(400, ": ".join(conflict), param=conflict[0])
 
@@ -131,6 +134,10 @@ class Server:
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
             seed=body.seed,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=body.repetition_penalty or 1.0,
+            logit_bias=tuple((body.logit_bias or {}).items()),
             eos_token_ids=self._eos_token_ids,
             num_branches=body.num_branches,
             beams=_beams(body),

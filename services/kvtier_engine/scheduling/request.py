@@ -32,6 +32,14 @@ class Sampling:
     """The seed of the draws: the same seed gives the same draws; None seeds from the system."""
     eos_token_ids: tuple[int, ...] = ()
     """Any of these ends the answer; it is the answer's last token."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that the answer has already."""
+    frequency_penalty: float = 0.0
+    """Taken from the logit of a token as often as the answer has it."""
+    repetition_penalty: float = 1.0
+    """By which the logits of tokens of prompt and answer are divided, or multiplied if they are negative."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these tokens."""
     num_branches: int = 1
     """How many answers are drawn. Their draws are independent, and those of a branch do not depend on how many there
     are: the first branch answers what it would answer alone."""
