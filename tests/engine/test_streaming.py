@@ -4,10 +4,11 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from engine_http_rig import parse_event
 from engine_process import FRANCE, PATIENCE_S, EngineProcess, engine_process, official_client, until
@@ -74,6 +75,26 @@ def test_choices_of_a_chat_with_log_probabilities(official: openai.OpenAI) -> No
         assert all(len(entry.top_logprobs) == 2 and entry.logprob <= entry.top_logprobs[0].logprob for entry in entries)
         told = [chunk.logprobs for chunk in mine if chunk.logprobs is not None]
         assert [entry.token for each in told for entry in each.content or []] == [entry.token for entry in entries]
+
+
+class _Ship(BaseModel):
+    kind: Literal["sail", "steam"]
+    masts: Annotated[int, Field(ge=1, le=5)]
+    flags: Annotated[list[Literal["red", "blue"]], Field(max_length=2)]
+
+
+def test_answers_that_fit_a_schema(official: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "Describe a ship as JSON."}]
+    ask: dict[str, Any] = {"model": MODEL_NAME, "messages": messages, "max_tokens": 60}
+    for seed in range(2):
+        parsed = official.chat.completions.parse(**ask, response_format=_Ship, n=3, seed=seed)
+        assert all(choice.finish_reason == "stop" and choice.message.parsed for choice in parsed.choices)
+    chunks = official.chat.completions.create(**ask, response_format={"type": "json_object"}, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text.lstrip().startswith("{")
+    wrong = {"name": "x", "schema": {"not": {"type": "string"}}}
+    with pytest.raises(openai.BadRequestError, match="Unimplemented keys"):
+        official.chat.completions.create(**ask, response_format={"type": "json_schema", "json_schema": wrong})
 
 
 def test_a_streamed_completion(official: openai.OpenAI, engine: EngineProcess) -> None:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from kvtier_engine.text.json_grammar import ANY_OBJECT
+
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` of `/v1/completions`."""
 _MOST_STOP_SEQUENCES = 4
@@ -60,6 +62,34 @@ class StreamOptions(BaseModel):
     """Accepted and ignored: chunks are never padded."""
 
 
+class JsonSchema(BaseModel):
+    """What an answer has to be."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    name: str | None = None
+    """Accepted and ignored, as the next two: an answer fits its schema in any case."""
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """`response_format` of a chat."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_of_answers(self) -> dict[str, Any] | None:
+        """None: any text."""
+        if self.type == "json_object":
+            return ANY_OBJECT
+        return None if self.json_schema is None or self.type == "text" else self.json_schema.json_schema
+
+
 class SamplingBody(BaseModel):
     """What both kinds of requests share."""
 
@@ -106,6 +136,11 @@ class SamplingBody(BaseModel):
     def num_branches(self) -> int:
         """How many answers are computed."""
         return self.num_choices
+
+    @property
+    def schema_of_answers(self) -> dict[str, Any] | None:
+        """The JSON schema that answers fit; None: they are any text."""
+        return None
 
     @property
     def num_top(self) -> int | None:
@@ -215,7 +250,7 @@ class ChatBody(SamplingBody):
     tool_choice: Annotated[Any, AfterValidator(_Only("none", "auto"))] = None
     functions: Annotated[Any, AfterValidator(_Only([]))] = None
     function_call: Annotated[Any, AfterValidator(_Only("none", "auto"))] = None
-    response_format: Annotated[Any, AfterValidator(_Only({"type": "text"}))] = None
+    response_format: ResponseFormat | None = None
     modalities: Annotated[Any, AfterValidator(_Only(["text"]))] = None
     audio: Annotated[Any, AfterValidator(_Only())] = None
     prediction: Annotated[Any, AfterValidator(_Only())] = None
@@ -227,9 +262,18 @@ class ChatBody(SamplingBody):
     def num_top(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def schema_of_answers(self) -> dict[str, Any] | None:
+        return None if self.response_format is None else self.response_format.schema_of_answers
+
     def conflict(self) -> tuple[str, str] | None:
         if self.top_logprobs is not None and self.top_logprobs > 0 and not self.logprobs:
             return "top_logprobs", "only with logprobs = true"
+        answers = self.response_format
+        if answers is not None and (answers.type == "json_schema") != (answers.json_schema is not None):
+            return "response_format.json_schema", 'needed with type "json_schema", and only then'
+        if self.use_beam_search and self.schema_of_answers is not None:
+            return "response_format", "not with use_beam_search; leave it out"
         return SamplingBody.conflict(self)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from concurrent.futures import Future
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
@@ -13,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from kvtier.clock import MONOTONIC
-from kvtier.errors import ClosedError, InvalidInputError, LimitExceededError
+from kvtier.errors import ClosedError, ConfigError, InvalidInputError, LimitExceededError
 from kvtier.system.tracing import tracing
 from kvtier_engine.api.answers import AnswerFormat
 from kvtier_engine.api.event_stream import EventStream
@@ -23,7 +24,7 @@ from kvtier_engine.api.request_ids import RequestIds
 from kvtier_engine.api.requests import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, ResetBody, SamplingBody
 from kvtier_engine.scheduling.beam_search import BeamSettings
 from kvtier_engine.scheduling.engine import Engine
-from kvtier_engine.scheduling.request import Sampling
+from kvtier_engine.scheduling.request import Constraint, Sampling
 from kvtier_engine.scheduling.request_spans import RequestSpans
 from kvtier_engine.text.answer_text import AnswerText
 from kvtier_engine.text.tokenizer import ChatTokenizer
@@ -59,6 +60,7 @@ class Server:
         self._tenant = tenant
         self._engine, self._tokenizer, self._registry = engine, tokenizer, registry
         self._model_name, self._eos_token_ids = model_name, eos_token_ids
+        self._grammars = tokenizer.json_grammars(engine.limits.vocab_size, eos_token_ids)
         self._most_body_bytes = _BODY_BYTES_PER_TOKEN * engine.limits.max_total_tokens + _BODY_BYTES_BESIDES
 
     def app(self) -> ASGIApp:
@@ -86,7 +88,7 @@ class Server:
             tokens = (await run_in_threadpool(self._tokenizer.encode, body.prompt)).tolist()
         else:
             tokens = body.prompt
-        sampling = self._sampling(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS)
+        sampling = await self._sampling(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS)
         return await self._answer(http, body, Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at, spans=spans))
 
     async def _chat(self, http: HttpRequest) -> Response:
@@ -99,7 +101,7 @@ class Server:
         except InvalidInputError as error:
             raise ApiError(400, str(error), param="messages") from error
         room = max(1, self._engine.limits.max_total_tokens - len(tokens))
-        sampling = self._sampling(body, body.max_completion_tokens or body.max_tokens or room)
+        sampling = await self._sampling(body, body.max_completion_tokens or body.max_tokens or room)
         return await self._answer(http, body, Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at, spans=spans))
 
     def _spans_of(self, http: HttpRequest) -> RequestSpans | None:
@@ -128,7 +130,15 @@ class Server:
             message = f"there is no model {name!r} here, only {self._model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _sampling(self, body: SamplingBody, max_tokens: int) -> Sampling:
+    async def _constraint(self, schema: dict[str, Any] | None) -> Constraint | None:
+        if schema is None:
+            return None
+        try:
+            return await run_in_threadpool(self._grammars.compile, schema)
+        except (ConfigError, InvalidInputError) as error:
+            raise ApiError(400, f"response_format: {error}", param="response_format") from error
+
+    async def _sampling(self, body: SamplingBody, max_tokens: int) -> Sampling:
         return Sampling(
             max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
@@ -140,6 +150,7 @@ class Server:
             logit_bias=tuple((body.logit_bias or {}).items()),
             eos_token_ids=self._eos_token_ids,
             num_branches=body.num_branches,
+            constraint=await self._constraint(body.schema_of_answers),
             beams=_beams(body),
             num_top=body.num_top
             if body.num_top is not None or body.use_beam_search or body.num_branches == body.num_choices

@@ -4,11 +4,12 @@ import enum
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from kvtier.identity.keys import BlockHasher, BlockKey, PreviousHasher
 from kvtier.offload import BlockStatus, PreviousKeys
@@ -16,6 +17,19 @@ from kvtier_engine.scheduling.beam_search import BeamSearch, BeamSettings
 from kvtier_engine.scheduling.request_spans import RequestSpans
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
+
+
+class Constraint(Protocol):
+    """Which tokens an answer may have next: `JsonAnswer`. Scheduler thread only, once it belongs to a request."""
+
+    def copy(self) -> "Constraint":
+        """One that goes on by itself."""
+
+    def allowed(self) -> Tensor:
+        """bool `[vocab_size]` on CPU."""
+
+    def accept(self, token_id: int) -> None:
+        """This one has come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +54,8 @@ class Sampling:
     """By which the logits of tokens of prompt and answer are divided, or multiplied if they are negative."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Added to the logits of these tokens."""
+    constraint: Constraint | None = None
+    """At its beginning; every branch takes a copy. None: any token may come."""
     num_branches: int = 1
     """How many answers are drawn. Their draws are independent, and those of a branch do not depend on how many there
     are: the first branch answers what it would answer alone."""
@@ -197,6 +213,7 @@ class Request:
     ttft_s: float | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
     generator: torch.Generator = field(init=False)
+    constraint: Constraint | None = field(init=False, default=None)
     num_unforked: int = 0
     """How many branches are still to be forked from this one."""
     unfinished: Unfinished = field(init=False)
@@ -208,6 +225,8 @@ class Request:
         self.num_unforked = self.sampling.num_branches - 1
         self.unfinished = Unfinished(self.sampling.num_branches)
         self.generator = self.sampling.draws(0)
+        if self.sampling.constraint is not None:
+            self.constraint = self.sampling.constraint.copy()
         if self.sampling.beams is not None:
             ends = self.sampling.eos_token_ids
             self.search = BeamSearch(self.sampling.beams, self.sampling.max_tokens, ends)
@@ -234,6 +253,7 @@ class Request:
         forked.num_prompt_tokens, forked.num_unforked = self.num_prompt_tokens, 0
         forked.unfinished, forked.search = self.unfinished, self.search
         forked.generator = self.sampling.draws(branch)
+        forked.constraint = None if self.constraint is None else self.constraint.copy()
         return forked
 
     @property

@@ -31,7 +31,7 @@ def sample(logits: Tensor, request: Request) -> int:
 
 
 def _adjusted(logits: Tensor, request: Request) -> Tensor:
-    """The logits after penalties and bias; the same tensor where there are none.
+    """The logits after penalties, bias and constraint; the same tensor where there are none.
 
     Penalties of answers are OpenAI's. That of repetition is of Keskar et al., "CTRL", 2019, as in transformers, vLLM.
     """
@@ -51,6 +51,8 @@ def _adjusted(logits: Tensor, request: Request) -> Tensor:
         logits = logits.clone()
         token_ids, biases = zip(*sampling.logit_bias, strict=True)
         logits[list(token_ids)] += torch.tensor(biases, device=logits.device)
+    if request.constraint is not None:
+        logits = logits.masked_fill(~request.constraint.allowed().to(logits.device), -torch.inf)
     return logits
 
 

@@ -317,6 +317,8 @@ class Scheduler:
     def _sample(self, request: Request, logits: Tensor) -> None:
         token_id, num_top, logprobs = sample(logits, request), request.sampling.num_top, None
         request.tokens.append(token_id)
+        if request.constraint is not None:
+            request.constraint.accept(token_id)
         if num_top is not None:
             logprobs = logprobs_of(logits, token_id, num_top)
             request.logprobs.append(logprobs)

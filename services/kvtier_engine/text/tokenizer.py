@@ -20,6 +20,7 @@ from kvtier_engine.text.detokenizer import (
     WindowDetokenizer,
     special_tokens,
 )
+from kvtier_engine.text.json_grammar import JsonGrammars
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 """How vocabularies of SentencePiece write bytes; a space they write as U+2581."""
@@ -72,6 +73,10 @@ class ChatTokenizer:
         """The text of an answer, special tokens left out: what `detokenizer` makes of one token after the other."""
         detokenizer = self.detokenizer()
         return "".join(map(detokenizer.feed, token_ids)) + detokenizer.finish()
+
+    def json_grammars(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> JsonGrammars:
+        """Grammars of answers of a model with so many tokens."""
+        return JsonGrammars(self._tokenizer.to_str(), vocab_size, eos_token_ids)
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is no text, as the one that ends an answer."""
