@@ -26,7 +26,9 @@ class EngineMetrics:
         self.step_seconds = counter("step_seconds", "Time in steps that computed something")
         self.forward_seconds = counter("forward_seconds", "From launching the model to having its result")
         self.cache_seconds = counter("cache_seconds", "In hashing, lookup, allocation and other cache bookkeeping")
-        self.running = Gauge("kvtier_engine_running", "Requests in the batch", registry=registry)
+        self.running = Gauge(
+            "kvtier_engine_running", "Answers in the batch: of a request, as many as it asks for", registry=registry
+        )
         self.waiting = Gauge("kvtier_engine_waiting", "Requests waiting or loading", registry=registry)
         for reason in get_args(FinishReason):
             self.requests.labels(reason)

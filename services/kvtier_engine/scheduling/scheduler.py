@@ -200,10 +200,10 @@ class Scheduler:
             self._waiting_order.sort(self._waiting)
         while self._waiting and self._waiting[0].num_places <= num_places:
             request = self._waiting.popleft()
-            num_places -= request.num_places
             if request.search is not None and request.search.awaits_others(request.branch):
                 later.append(request)
                 continue
+            num_places -= request.num_places
             is_alone = not (self._running or self._loading or self._waiting or later)
             admission = self._cache.admit(request, is_alone=is_alone)
             if admission is Admission.RUNNING:
