@@ -42,9 +42,8 @@ def _adjusted(logits: Tensor, request: Request) -> Tensor:
         known = logits[ids]
         penalty = sampling.repetition_penalty
         logits[ids] = torch.where(known > 0, known / penalty, known * penalty)
-    answer = request.tokens[request.num_prompt_tokens :]
-    if answer and (sampling.presence_penalty or sampling.frequency_penalty):
-        logits = logits.clone()
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        logits, answer = logits.clone(), np.array(request.tokens[request.num_prompt_tokens :], np.int64)
         ids, counts = (torch.from_numpy(each).to(logits.device) for each in np.unique(answer, return_counts=True))
         logits[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
     if sampling.logit_bias:
