@@ -103,6 +103,11 @@ class Engine:
         """The most answers that one request may ask for."""
         return self._scheduler.max_running
 
+    @property
+    def num_free_blocks(self) -> int:
+        """Device blocks that nobody has. For the engine's thread."""
+        return self._scheduler.num_free_blocks
+
     def submit(
         self,
         tokens: Sequence[int],

@@ -88,6 +88,11 @@ class Scheduler:
         """How many sequences a step may have, at most."""
         return self._settings.max_running
 
+    @property
+    def num_free_blocks(self) -> int:
+        """Device blocks that nobody references."""
+        return self._cache.num_free
+
     def warm_up(self) -> None:
         """Computes into blocks that nobody has, before the first request: for a process's first pass over the
         weights takes twice as long as the next."""
