@@ -167,7 +167,8 @@ class EngineConfig(Section):
     max_batch_tokens: Count = 4096
     """Tokens per step. Small: prefill in many chunks. Large: decoding requests wait longer for a prefill."""
     max_running: Count = 16
-    """Requests in one batch."""
+    """Requests in one batch. One that asks for several answers (`n`, `best_of`) counts as so many, and may ask for no
+    more than this."""
     order: Literal["cache_aware", "fcfs"] = "cache_aware"
     """Which waiting request begins next. `cache_aware`: the one with the longest cached prefix, where each cached token
     counts as much as waiting for the time that computing one takes; and a request waits for blocks that another one is

@@ -90,6 +90,10 @@ class BlockPool:
                 self._unlink(block)
             block.references += 1
 
+    def is_shared(self, block_id: int) -> bool:
+        """Whether more than one reference is on a block: then none of its owners may write to it."""
+        return self._blocks[block_id].references > 1
+
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Takes `num_blocks` from the head of the free queue, one reference each; None when there are fewer.
 

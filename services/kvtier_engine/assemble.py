@@ -150,6 +150,7 @@ def engine_of(
         cache = PrefixCache(
             block_pool,
             kv.tokens_per_block,
+            kv.copy_tokens,
             hierarchy=hierarchy,
             cleaner=cleaner,
             layerwise_loads=layered is not None,
@@ -157,7 +158,6 @@ def engine_of(
             partial_reuse=PartialReuse(
                 block_pool,
                 kv.tokens_per_block,
-                kv.copy_tokens,
                 max_blocks=max(_REMEMBERED_BLOCKS, 4 * kv.num_blocks),
                 hierarchy=hierarchy,
             )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_rig import CONFIG, tiny_model
+from engine_rig import CONFIG, EngineRig, tiny_model
 from kvtier.config import parse_config
 from kvtier.errors import ConfigError
 from kvtier_bench.gpu.measuring.models import random_weights
@@ -194,3 +194,24 @@ def test_invariant_attention_takes_neither_window_nor_scoring(of: dict[str, Any]
         paged_attention(query, kv_layer, AttentionBatch(*index, scale=1.0, invariant=True, **of))
     with pytest.raises(ValueError, match="on CPU only"):
         plan_with_triton(query, kv_layer, AttentionBatch(*index, scale=1.0, invariant=True))
+
+
+def test_a_branch_does_not_depend_on_how_many_there_are(medium: tuple[ModelConfig, LlamaModel]) -> None:
+    """Tokens, and log probabilities bit for bit: alone, with other branches and requests, cached, after preemption."""
+    config, model = medium
+    tokens = random.Random(6).choices(range(config.vocab_size), k=43)
+    seen: dict[int, set[tuple[object, ...]]] = {}
+    for num_branches, num_blocks, max_batch_tokens in ((1, 64, 4096), (4, 64, 4096), (3, 17, 10)):
+        rig = EngineRig(
+            tiers=False, num_blocks=num_blocks, max_batch_tokens=max_batch_tokens, cache_aware=True, model=model,
+            config=config,
+        )  # fmt: skip
+        for _ in range(2):
+            request = rig.add(tokens, 14, temperature=1.0, seed=3, num_branches=num_branches, num_top=1)
+            rig.add(tokens[:30], 9, temperature=1.0, num_branches=2)
+            rig.run()
+            for branch, done in rig.answers[request].items():
+                seen.setdefault(branch, set()).add((done.token_ids, done.logprobs))
+        assert (rig.counter("engine_preemptions") > 0) == (num_blocks == 17)
+        rig.close()
+    assert {branch: len(answers) for branch, answers in seen.items()} == {0: 1, 1: 1, 2: 1, 3: 1}

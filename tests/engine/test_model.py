@@ -14,11 +14,13 @@ from torch import Tensor
 
 from engine_model_rig import TABLE, gguf_read_once, small_folder
 from engine_process import FRANCE
+from engine_rig import EngineRig
 from kvtier_engine.demo.demo_model import demo_model_path
 from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.model_folder import ModelFolder, open_model
 from kvtier_engine.model.paged_kv import allocate_kv
 from kvtier_engine.model.weights import load_weights
+from kvtier_engine.scheduling.beam_search import BeamSettings
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +115,36 @@ def test_greedy_answer_and_tokens_equal_transformers(
     )
     assert smollm2.tokenizer.decode(answer) == "The capital of France is Paris."
     assert [*answer, smollm2.config.eos_token_ids[0]] == generated
+
+
+def test_branches_and_beams_are_those_of_transformers(
+    smollm2: ModelFolder, models: Callable[[torch.dtype], LlamaModel], reference: Any
+) -> None:
+    """Through scheduler, shared blocks and cache; the second time the prompts come from the cache."""
+    rig = EngineRig(tiers=False, num_blocks=60, cache_aware=True, model=models(torch.float32), config=smollm2.config)
+    ends = smollm2.config.eos_token_ids
+    for prompt in (smollm2.tokenizer.encode_chat(FRANCE).tolist(), smollm2.tokenizer.encode("The sea is").tolist()):
+        for width in (1, 3, 3):
+            theirs = reference.to(torch.float32).generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt)),
+                do_sample=False,
+                num_beams=width,
+                num_return_sequences=width,
+                max_new_tokens=12,
+            )[:, len(prompt) :]
+            beams = BeamSettings(width=width) if width > 1 else None
+            request = rig.add(prompt, 12, num_branches=3, beams=beams, eos_token_ids=ends)
+            rig.run()
+            expected = [tuple(_up_to_its_end(answer, ends)) for answer in theirs.tolist()]
+            answers = [done.token_ids for _, done in sorted(rig.answers[request].items())]
+            assert answers == (expected if width > 1 else 3 * expected)
+        assert rig.done[request].cached_by_tier == {"device": len(prompt) - 1}
+    rig.close()
+
+
+def _up_to_its_end(token_ids: list[int], ends: tuple[int, ...]) -> list[int]:
+    return token_ids[: next((i + 1 for i, token in enumerate(token_ids) if token in ends), None)]
 
 
 def greedy(model: LlamaModel, folder: ModelFolder, prompt: list[int], dtype: torch.dtype, most: int) -> list[int]:

@@ -1,28 +1,29 @@
 """Sampling against transformers' definition of it, what a seed promises, and the same through an engine."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
 from engine_rig import CONFIG, MODEL, TOKENS_PER_BLOCK, MakeRig, judge, prompt, rigs
 from kvtier_engine.model.llama import Chunk
 from kvtier_engine.model.paged_kv import allocate_kv
 from kvtier_engine.scheduling.request import Request, Sampling
-from kvtier_engine.scheduling.sampling import sample
+from kvtier_engine.scheduling.sampling import _adjusted, sample
 
 make_rig = pytest.fixture(rigs)
 ONE_IN_A_MILLION = 13.8
 """-ln of how often a test may fail by chance."""
 
 
-def asker(**sampling: float | int | None) -> Request:
+def asker(**sampling: Any) -> Request:
     return Request(
         request_id=1,
         tokens=[1],
-        sampling=Sampling(max_tokens=1, **{"seed": 7, **sampling}),  # type: ignore[arg-type]
+        sampling=Sampling(max_tokens=1, **{"seed": 7, **sampling}),
         hasher=None,
         on_done=lambda completion: None,
         arrived_at=0.0,
@@ -136,6 +137,21 @@ def test_temperature_draws_from_the_model(make_rig: MakeRig) -> None:
     ids = [rig.add(tokens, 1, temperature=1.5, seed=i) for i in range(400)]
     rig.run()
     require_drawn_from(wanted(logits, 1.5, 1.0), [rig.done[i].token_ids[0] for i in ids])
+
+
+def test_penalties_and_bias_are_those_of_transformers_and_openai() -> None:
+    logits = logits_of(50, 2.0)
+    request = asker(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.3)
+    request.tokens += [7, 7, 9]  # of an answer to the prompt [1]
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([request.tokens]), logits[None].clone())[0]
+    expected[7] -= 0.5 + 2 * 0.25
+    expected[9] -= 0.5 + 0.25
+    before = logits.clone()
+    assert sample(logits, request) == int(expected.argmax())
+    torch.testing.assert_close(_adjusted(logits, request), expected)
+    biased = asker(temperature=1.0, logit_bias=((3, 100.0), (4, -100.0)))
+    assert {sample(logits, biased) for _ in range(50)} == {3}
+    assert torch.equal(logits, before), "what others read is as it was"
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-300, 5e-324])

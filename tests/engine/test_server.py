@@ -105,14 +105,23 @@ BAD_BODIES: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "unknown parameter": ("/v1/completions", {"prompt": "a", "top_k": 5}, 400, "top_k", "leave it out"),
     "unknown and null": ("/v1/completions", {"prompt": "a", "top_k": None}, 400, "top_k", "leave it out"),
     "another endpoint's": ("/v1/completions", {"prompt": "a", "tools": []}, 400, "tools", "leave it out"),
-    "log probabilities": ("/v1/completions", {"prompt": "a", "logprobs": 0}, 400, "logprobs", "only; leave it out"),
-    "bias": ("/v1/completions", {"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias", "{} only; leave it out"),
-    "penalty": ("/v1/completions", {"prompt": "a", "frequency_penalty": 0.1}, 400, "frequency_penalty", "0 only"),
+    "log probabilities": ("/v1/completions", {"prompt": "a", "logprobs": 6}, 400, "logprobs", "equal to 5"),
+    "bias": ("/v1/completions", {"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias.5", "equal to 100"),
+    "bias of text": ("/v1/completions", {"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias.a", "valid integer"),
+    "bias of no token": ("/v1/completions", {"prompt": "a", "logit_bias": {"50000": 1}}, 400, "logit_bias", "to 49151"),
+    "penalty": (
+        "/v1/completions", {"prompt": "a", "frequency_penalty": 2.1}, 400, "frequency_penalty", "or equal to 2"
+    ),
     "five stop sequences": ("/v1/completions", {"prompt": "a", "stop": list("abcde")}, 400, "stop", "at most 4 texts"),
     "empty stop sequence": ("/v1/completions", {"prompt": "a", "stop": ["a", ""]}, 400, "stop", "of 1 to 1024"),
     "stop number": ("/v1/completions", {"prompt": "a", "stop": 7}, 400, "stop", "must be text"),
-    "two answers": ("/v1/completions", {"prompt": "a", "n": 2}, 400, "n", "this engine supports 1 only"),
-    "n is true": ("/v1/completions", {"prompt": "a", "n": True}, 400, "n", "this engine supports 1 only"),
+    "many answers": ("/v1/completions", {"prompt": "a", "n": 129}, 400, "n", "less than or equal to 128"),
+    "more answers than run": ("/v1/completions", {"prompt": "a", "n": 17}, 400, "n", "up to 16 answers at once"),
+    "n is true": ("/v1/completions", {"prompt": "a", "n": True}, 400, "n", "valid integer"),
+    "best of fewer": ("/v1/completions", {"prompt": "a", "n": 3, "best_of": 2}, 400, "best_of", "at least n"),
+    "the best in a stream": (
+        "/v1/completions", {"prompt": "a", "best_of": 2, "stream": True}, 400, "best_of", "leave out stream"
+    ),
     "top_p 0": ("/v1/completions", {"prompt": "a", "top_p": 0}, 400, "top_p", "greater than 0"),
     "top_p above 1": ("/v1/completions", {"prompt": "a", "top_p": 1.01}, 400, "top_p", "less than or equal to 1"),
     "no tokens wanted": ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "1"),
@@ -130,25 +139,37 @@ BAD_BODIES: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "text as number": ("/v1/completions", {"prompt": "a", "max_tokens": "5"}, 400, "max_tokens", "valid integer"),
     "truth as number": ("/v1/completions", {"prompt": "a", "max_tokens": True}, 400, "max_tokens", "valid integer"),
     "tools": ("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools", "[] only"),
-    "JSON answers": (
-        "/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}}, 400,
-        "response_format", '{"type": "text"} only',
+    "another format": (
+        "/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "xml"}}, 400, "response_format.type",
+        '"json_object" or "json_schema"',
+    ),
+    "no schema": (
+        "/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "json_schema"}}, 400,
+        "response_format.json_schema", "needed",
+    ),
+    "a schema that is none": (
+        "/v1/chat/completions",
+        {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}},
+        400, "response_format", "Invalid type: foo",
     ),
     "pictures": (
         "/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
-        "messages.0.content", "valid string",
+        "messages[0].content", "valid string",
     ),
     "audio": ("/v1/chat/completions", {"messages": HELLO, "audio": {}}, 400, "audio", "no value only"),
     "a picture beside text": (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
-        400, "messages.0.content", "valid string",
+        400, "messages[0].content", "valid string",
     ),
-    "probabilities of a chat": (
-        "/v1/chat/completions", {"messages": HELLO, "logprobs": True}, 400, "logprobs", "supports false only"
+    "likeliest tokens of a chat": (
+        "/v1/chat/completions", {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs", "only with logprobs = true"
     ),
     "no messages": ("/v1/chat/completions", {"messages": []}, 400, "messages", "at least 1"),
-    "unknown role": ("/v1/chat/completions", {"messages": [{"role": "x", "content": ""}]}, 400, "messages.0.role", "x"),
+    "unknown role": (
+        "/v1/chat/completions", {"messages": [{"role": "x", "content": ""}]}, 400, "messages[0].role",
+        '"system", "user" or'
+    ),
 }  # fmt: skip
 
 
@@ -162,8 +183,16 @@ def test_bad_requests_get_openai_errors(
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
-    if words != "x":
-        assert words in error["message"]
+    assert words in error["message"]
+
+
+def test_penalties_and_bias_change_answers(engine: EngineProcess) -> None:
+    ask: dict[str, Any] = {"prompt": "la la la la la la la la", "max_tokens": 8}
+    plain = engine.complete(**ask)["kvtier"]["token_ids"]
+    assert len(set(plain)) < 8
+    assert len(set(engine.complete(**ask, frequency_penalty=2, presence_penalty=2)["kvtier"]["token_ids"])) == 8
+    assert engine.complete(**ask, repetition_penalty=5)["kvtier"]["token_ids"] != plain
+    assert engine.complete(**ask, logit_bias={str(plain[0]): 100})["kvtier"]["token_ids"] == plain[:1] * 8
 
 
 def test_parameters_that_ask_for_nothing_pass(engine: EngineProcess) -> None:

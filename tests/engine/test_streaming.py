@@ -4,10 +4,11 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from engine_http_rig import parse_event
 from engine_process import FRANCE, PATIENCE_S, EngineProcess, engine_process, official_client, until
@@ -52,6 +53,48 @@ def test_a_streamed_chat(official: openai.OpenAI) -> None:
     extra = with_choice[-1].model_extra
     assert extra is not None
     assert len(extra["kvtier"]["token_ids"]) == 8
+
+
+def test_choices_of_a_chat_with_log_probabilities(official: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": MODEL_NAME, "messages": FRANCE, "seed": 1, "n": 3, "max_tokens": 12}
+    whole = official.chat.completions.create(**ask, logprobs=True, top_logprobs=2)
+    chunks = [
+        chunk.choices[0]
+        for chunk in official.chat.completions.create(**ask, logprobs=True, top_logprobs=2, stream=True)
+    ]
+    assert len({choice.message.content for choice in whole.choices}) > 1
+    for choice in whole.choices:
+        mine = [chunk for chunk in chunks if chunk.index == choice.index]
+        assert "".join(chunk.delta.content or "" for chunk in mine) == choice.message.content
+        assert mine[0].delta.role == "assistant"
+        assert mine[-1].finish_reason == choice.finish_reason
+        assert choice.logprobs is not None
+        entries = choice.logprobs.content
+        assert entries is not None
+        assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == choice.message.content
+        assert all(len(entry.top_logprobs) == 2 and entry.logprob <= entry.top_logprobs[0].logprob for entry in entries)
+        told = [chunk.logprobs for chunk in mine if chunk.logprobs is not None]
+        assert [entry.token for each in told for entry in each.content or []] == [entry.token for entry in entries]
+
+
+class _Ship(BaseModel):
+    kind: Literal["sail", "steam"]
+    masts: Annotated[int, Field(ge=1, le=5)]
+    flags: Annotated[list[Literal["red", "blue"]], Field(max_length=2)]
+
+
+def test_answers_that_fit_a_schema(official: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "Describe a ship as JSON."}]
+    ask: dict[str, Any] = {"model": MODEL_NAME, "messages": messages, "max_tokens": 60}
+    for seed in range(2):
+        parsed = official.chat.completions.parse(**ask, response_format=_Ship, n=3, seed=seed)
+        assert all(choice.finish_reason == "stop" and choice.message.parsed for choice in parsed.choices)
+    chunks = official.chat.completions.create(**ask, response_format={"type": "json_object"}, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text.lstrip().startswith("{")
+    wrong = {"name": "x", "schema": {"not": {"type": "string"}}}
+    with pytest.raises(openai.BadRequestError, match="Unimplemented keys"):
+        official.chat.completions.create(**ask, response_format={"type": "json_schema", "json_schema": wrong})
 
 
 def test_a_streamed_completion(official: openai.OpenAI, engine: EngineProcess) -> None:
@@ -128,8 +171,8 @@ def test_errors_are_openai_s(official: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="1 prompt tokens and max_tokens 100000") as too_long:
         official.completions.create(**ask | {"max_tokens": 100_000}, stream=True)
     assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "prompt")
-    with pytest.raises(openai.BadRequestError, match="this engine supports false only") as unsupported:
-        official.completions.create(**ask, logprobs=3)
+    with pytest.raises(openai.BadRequestError, match="less than or equal to 5") as unsupported:
+        official.completions.create(**ask, logprobs=6)
     assert unsupported.value.param == "logprobs"
     assert official.models.retrieve(MODEL_NAME).id == official.models.list().data[0].id == MODEL_NAME
     with pytest.raises(openai.NotFoundError):

@@ -6,10 +6,14 @@ import threading
 import time
 
 from engine_rig import PATIENCE_S
-from kvtier_engine.scheduling.request import Completion
+from kvtier_engine.scheduling.request import Completion, NewToken
 from kvtier_engine.scheduling.token_feed import TokenFeed
 
 DONE = Completion(token_ids=(), finish_reason="length", num_prompt_tokens=1, cached_by_tier={}, ttft_s=0.0)
+
+
+def token(token_id: int) -> NewToken:
+    return NewToken(token_id, 0, None)
 
 
 async def read_all(feed: TokenFeed, pause: bool) -> tuple[list[int], int]:
@@ -18,17 +22,17 @@ async def read_all(feed: TokenFeed, pause: bool) -> tuple[list[int], int]:
     while True:
         await feed.wait()
         fresh, done = feed.take()
-        tokens += fresh
+        tokens += [each.token_id for each in fresh]
         num_reads += 1
-        if done is not None:
+        if done:
             return tokens, num_reads
         if pause:
             await asyncio.sleep(random.choice((0, 0, 0.001)))
 
 
 def write_all(feed: TokenFeed, num_tokens: int, pause: bool) -> None:
-    for token in range(num_tokens):
-        feed.put(token)
+    for token_id in range(num_tokens):
+        feed.put(token(token_id))
         if pause and random.random() < 0.05:
             time.sleep(0.0005)
     feed.end(DONE)
@@ -55,9 +59,9 @@ def test_what_waits_comes_at_once_and_an_interruption_ends_the_wait() -> None:
         feed = TokenFeed(asyncio.get_running_loop())
         threading.Thread(target=write_all, args=(feed, 1000, False)).start()
         await asyncio.wait_for(feed.wait(), PATIENCE_S)
-        while feed.take()[1] is None:
+        while not feed.take()[1]:
             await asyncio.wait_for(feed.wait(), PATIENCE_S)
-        assert feed.take() == ([], DONE), "the end stays, tokens do not"
+        assert feed.take() == ([], []), "each comes once"
         feed.interrupt()
         await asyncio.wait_for(feed.wait(), PATIENCE_S)
 
@@ -69,6 +73,6 @@ def test_an_engine_that_outlives_the_loop_is_not_hurt() -> None:
         return TokenFeed(asyncio.get_running_loop())
 
     feed = asyncio.run(make())
-    feed.put(1)
+    feed.put(token(1))
     feed.end(DONE)
-    assert feed.take() == ([1], DONE)
+    assert feed.take() == ([token(1)], [DONE])

@@ -38,7 +38,7 @@ from kvtier_engine.scheduling.fetch_planning import FetchPlanning, PendingPolicy
 from kvtier_engine.scheduling.metrics import EngineMetrics
 from kvtier_engine.scheduling.partial_reuse import PartialReuse
 from kvtier_engine.scheduling.prefix_cache import PrefixCache
-from kvtier_engine.scheduling.request import Completion, Request, Sampling, TokenCallback
+from kvtier_engine.scheduling.request import Completion, NewToken, Request, Sampling
 from kvtier_engine.scheduling.scheduler import Scheduler, SchedulerSettings
 
 TOKENS_PER_BLOCK = 4
@@ -119,7 +119,8 @@ class HeldDevice:
 
 
 class EngineRig:
-    """`step` by hand, or `run` until all requests are done. `done` holds completions by request id."""
+    """`step` by hand, or `run` until all requests are done. `done` holds completions by request id, `answers` those of
+    all branches of each request."""
 
     def __init__(
         self,
@@ -136,13 +137,16 @@ class EngineRig:
         pending: PendingPolicy | None = None,
         layered: Callable[[PagedKV], LayeredLoads] | None = None,
         cache_aware: bool = False,
+        model: LlamaModel = MODEL,
+        config: ModelConfig = CONFIG,
     ) -> None:
         """
         :param tiers: False leaves the device alone; `cache` False also keeps requests from sharing anything.
         :param cache_aware: the engine's defaults: its order, parts of blocks reused, blocks computed once for all who
             need them. False makes it simple to say what is a hit.
+        :param model: with `config`: another model than the tiny one.
         """
-        self.kv = allocate_kv(CONFIG, num_blocks, TOKENS_PER_BLOCK, torch.float32)
+        self.kv = allocate_kv(config, num_blocks, TOKENS_PER_BLOCK, model._weights.embedding.dtype)
         self.kv.tensor.fill_(float("nan"))
         self.layered = layered(self.kv) if layered else None
         if self.layered is not None:
@@ -159,13 +163,12 @@ class EngineRig:
         self.cache = PrefixCache(
             self.block_pool,
             TOKENS_PER_BLOCK,
+            self.kv.copy_tokens,
             hierarchy=self.hierarchy,
             cleaner=cleaner,
             layerwise_loads=self.layered is not None,
             planning=FetchPlanning(self.hierarchy, TOKENS_PER_BLOCK, pending) if self.hierarchy else None,
-            partial_reuse=PartialReuse(
-                self.block_pool, TOKENS_PER_BLOCK, self.kv.copy_tokens, max_blocks=200, hierarchy=self.hierarchy
-            )
+            partial_reuse=PartialReuse(self.block_pool, TOKENS_PER_BLOCK, max_blocks=200, hierarchy=self.hierarchy)
             if cache_aware
             else None,
             single_flight=cache_aware,
@@ -175,8 +178,9 @@ class EngineRig:
             max_running=max_running,
             order="cache_aware" if cache_aware else "fcfs",
         )
-        self.scheduler = Scheduler(MODEL, self.kv, self.cache, EngineMetrics(self.registry), settings)
+        self.scheduler = Scheduler(model, self.kv, self.cache, EngineMetrics(self.registry), settings)
         self.done: dict[int, Completion] = {}
+        self.answers: dict[int, dict[int, Completion]] = {}
         self._last_id = 0
 
     def _hierarchy(self, shared: Tier | None, num_slots: int) -> tuple[Hierarchy, HierarchyMetrics]:
@@ -209,26 +213,33 @@ class EngineRig:
         *,
         temperature: float = 0.0,
         seed: int = 0,
-        eos_token_ids: tuple[int, ...] = (),
-        on_token: TokenCallback | None = None,
+        on_token: Callable[[int], None] | None = None,
+        **sampling: Any,
     ) -> int:
+        """:param on_token: called with each token of the first branch."""
         self._last_id += 1
         request_id = self._last_id
 
         def on_done(completion: Completion) -> None:
-            assert request_id not in self.done
-            self.done[request_id] = completion
+            answers = self.answers.setdefault(request_id, {})
+            assert completion.branch not in answers
+            answers[completion.branch] = completion
+            if completion.branch == 0:
+                self.done[request_id] = completion
 
-        sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, eos_token_ids=eos_token_ids)
+        def on_new_token(token: NewToken) -> None:
+            if on_token is not None and token.branch == 0:
+                on_token(token.token_id)
+
         self.scheduler.add(
             Request(
                 request_id=request_id,
                 tokens=list(tokens),
-                sampling=sampling,
+                sampling=Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, **sampling),
                 hasher=self.hasher,
                 on_done=on_done,
                 arrived_at=time.monotonic(),
-                on_token=on_token,
+                on_token=on_new_token,
             )
         )
         return request_id

@@ -23,7 +23,7 @@ from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.paged_kv import PagedKV, allocate_kv
 from kvtier_engine.scheduling.engine import Engine
-from kvtier_engine.scheduling.request import Completion, Sampling
+from kvtier_engine.scheduling.request import Completion, NewToken, Sampling
 
 _MOST_NAMED = 3
 """Differences of a condition that are named one by one."""
@@ -153,8 +153,9 @@ class Comparison:
             is_alike = True
             """Whether the answer's tokens are those of the reference so far: else what follows cannot be compared."""
 
-            def on_token(token: int) -> None:
+            def on_token(new: NewToken) -> None:
                 nonlocal is_alike
+                token = new.token_id
                 logits, index = self._model.take(tokens), len(tokens) - len(prompt)
                 tokens.append(token)
                 if is_reference:

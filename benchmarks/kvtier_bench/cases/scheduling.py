@@ -114,7 +114,7 @@ def bench_scheduling(
     measured = {(work, name): _Measured() for work in chosen for name in ENGINES}
     with ExitStack() as stack:
         assembled = {
-            name: stack.enter_context(assembled_engine(_config(path, dtype, threads, kv_tokens, settings)))
+            name: stack.enter_context(assembled_engine(config_of(path, dtype, threads, kv_tokens, settings)))
             for name, settings in ENGINES.items()
         }
         advance = stack.enter_context(progress("rounds", rounds * len(chosen)))
@@ -132,7 +132,8 @@ def bench_scheduling(
     )
 
 
-def _config(path: Path, dtype: str, threads: int, kv_tokens: int, settings: Mapping[str, Any]) -> Config:
+def config_of(path: Path, dtype: str, threads: int, kv_tokens: int, settings: Mapping[str, Any]) -> Config:
+    """An engine with room for `kv_tokens` tokens on the device, 64 MiB of host memory, and these settings."""
     import torch
 
     from kvtier_engine.model.model_folder import DEFAULT_CACHE_DIR, open_model

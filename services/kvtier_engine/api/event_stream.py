@@ -6,10 +6,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvtier_engine.api.answers import LAST_EVENT, AnswerFormat, Json, event
-from kvtier_engine.api.generation import Generation
+from kvtier_engine.api.answers import LAST_EVENT, AnswerFormat, event
+from kvtier_engine.api.generation import Generation, Piece
 from kvtier_engine.api.http_requests import ApiError
-from kvtier_engine.scheduling.request import Completion
 
 
 class EventStream(Response):
@@ -29,24 +28,22 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.closing(self._generation):
-            text, done = await self._generation.read()
+            pieces = await self._generation.read()
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 await _send(send, *map(event, self._answer.first_chunks()))
-                while done is None:
-                    if text:
-                        await _send(send, event(self._answer.text_chunk(text)))
-                    text, done = await self._generation.read()
-                await _send(send, *map(event, self._last_chunks(text, done)), LAST_EVENT)
+                while self._generation.num_open:
+                    await _send(send, *self._events(pieces))
+                    pieces = await self._generation.read()
+                await _send(send, *self._events(pieces), *map(event, self._answer.usage_chunks()), LAST_EVENT)
             except ClientDisconnect:
                 pass
             except ApiError as error:
                 await _send(send, event(error.body))
             await send({"type": "http.response.body", "body": b""})
 
-    def _last_chunks(self, text: str, done: Completion) -> list[Json]:
-        rest = [self._answer.text_chunk(text)] if text else []
-        return [*rest, *self._answer.last_chunks(done)]
+    def _events(self, pieces: list[Piece]) -> list[bytes]:
+        return [event(chunk) for piece in pieces for chunk in self._answer.chunks(piece)]
 
 
 async def _send(send: Send, *events: bytes) -> None:

@@ -5,7 +5,6 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
@@ -13,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 
 from kvtier_engine.api.http_requests import ApiError
 from kvtier_engine.scheduling.engine import Engine
-from kvtier_engine.scheduling.request import Completion, Sampling
+from kvtier_engine.scheduling.request import Completion, Logprobs, NewToken, Sampling
 from kvtier_engine.scheduling.request_spans import RequestSpans
 from kvtier_engine.scheduling.token_feed import TokenFeed
 from kvtier_engine.text.answer_text import AnswerText
@@ -32,32 +31,72 @@ class Ask:
     """None: the request is not traced."""
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What has come of one answer since the last piece of it."""
+
+    branch: int
+    text: str
+    logprobs: list[tuple[int, Logprobs]]
+    """The tokens that came, if log probabilities were asked for; none before there is text of theirs."""
+    done: Completion | None
+    """At the end of the answer: its tokens up to the one that completed a stop sequence."""
+
+
+class _Answer:
+    """What one branch has come to."""
+
+    def __init__(self, text: AnswerText) -> None:
+        self.text = text
+        self._logprobs: list[tuple[int, Logprobs]] = []
+        """Of tokens of which there is no text yet."""
+
+    def feed(self, tokens: Sequence[NewToken]) -> str:
+        num_before = self.text.num_tokens
+        text = self.text.feed(token.token_id for token in tokens)
+        counted = tokens[: self.text.num_tokens - num_before]
+        self._logprobs += [(token.token_id, token.logprobs) for token in counted if token.logprobs is not None]
+        return text
+
+    def take_logprobs(self) -> list[tuple[int, Logprobs]]:
+        logprobs, self._logprobs = self._logprobs, []
+        return logprobs
+
+    def whole(self, done: Completion) -> str:
+        """All of it at once."""
+        text = self.text.feed(done.token_ids) + self.text.finish()
+        self._logprobs = list(zip(done.token_ids, done.logprobs, strict=False))[: self.text.num_tokens]
+        return text
+
+
 class Generation:
     """Event loop only. Close it, whatever happens: that ends the request if it is not over."""
 
-    def __init__(self, engine: Engine, http: HttpRequest, ask: Ask, text: AnswerText, *, read_along: bool) -> None:
+    def __init__(
+        self, engine: Engine, http: HttpRequest, ask: Ask, texts: Sequence[AnswerText], *, read_along: bool
+    ) -> None:
         """Submits the request.
 
         :param http: its body must have been read.
-        :param read_along: False reads all text at the end, which costs the engine nothing per token. Then `text` must
-            have no stop sequence.
+        :param texts: of each branch.
+        :param read_along: False reads all text at the end, which costs the engine nothing per token, and finds stop
+            sequences only then.
         :raises KvtierError: what `Engine.submit` raises.
         """
-        self._engine, self._text, self._read_along = engine, text, read_along
+        self._engine, self._read_along = engine, read_along
+        self._answers = [_Answer(text) for text in texts]
         self._feed = TokenFeed(asyncio.get_running_loop())
         on_token = self._feed.put if read_along else None
         self._request_id = engine.submit(
             ask.tokens, ask.sampling, ask.arrived_at, self._feed.end, on_token, spans=ask.spans
         )
-        self._over = False
-        """Whether the engine has been told to end the request, or has ended it."""
+        self.num_open = len(texts)
+        """Answers that have not ended."""
         self._gone = asyncio.create_task(_client_gone(http))
         self._gone.add_done_callback(lambda _: self._feed.interrupt())
 
-    async def read(self) -> tuple[str, Completion | None]:
-        """The text that has come since the last read, maybe none; at the end, the completion.
-
-        The completion holds the tokens up to the one that completed a stop sequence.
+    async def read(self) -> list[Piece]:
+        """What has come since the last read, maybe nothing: of each answer at most one piece.
 
         :raises ClientDisconnect: the client has gone away.
         :raises ApiError: the request failed, or the engine is stopping.
@@ -67,20 +106,36 @@ class Generation:
         except asyncio.CancelledError:
             # Nothing but the end of a stop's grace period cancels handlers. The client is told while it can be.
             raise stopping() from None
-        tokens, done = self._feed.take()
+        tokens, completions = self._feed.take()
+        ended = {completion.branch: completion for completion in completions}
+        self.num_open -= len(ended)
+        if self.num_open and self._gone.done():
+            raise ClientDisconnect
+        by_branch: dict[int, list[NewToken]] = {branch: [] for branch in ended}
+        for token in tokens:
+            by_branch.setdefault(token.branch, []).append(token)
+        return [await self._piece(branch, new, ended.get(branch)) for branch, new in sorted(by_branch.items())]
+
+    def close(self) -> None:
+        """Ends the request early unless it is over. Idempotent."""
+        self._gone.cancel()
+        if self.num_open:
+            self.num_open = 0
+            self._engine.cancel(self._request_id)
+
+    async def _piece(self, branch: int, tokens: list[NewToken], done: Completion | None) -> Piece:
+        answer = self._answers[branch]
+        had_stopped = answer.text.stopped
         if done is None:
-            if self._gone.done():
-                raise ClientDisconnect
-            text = self._text.feed(tokens)
-            if self._text.stopped:
-                self._end("stop")
-            return text, None
-        self._over = True
+            text = answer.feed(tokens)
+            if answer.text.stopped and not had_stopped:
+                self._engine.cancel(self._request_id, "stop", branch)
+            return Piece(branch, text, answer.take_logprobs() if text else [], None)
         if self._read_along:
-            text = self._text.feed(tokens) + self._text.finish()
+            text = answer.feed(tokens) + answer.text.finish()
         else:
-            text = await run_in_threadpool(lambda: self._text.feed(done.token_ids) + self._text.finish())
-        completion = self._cut(done)
+            text = await run_in_threadpool(answer.whole, done)
+        completion = _cut(done, answer.text)
         _log.debug(
             "%d prompt tokens, cached %s, %d answered (%s), the first after %.3f s",
             completion.num_prompt_tokens,
@@ -89,26 +144,20 @@ class Generation:
             completion.finish_reason,
             completion.ttft_s,
         )
-        return text, completion
+        return Piece(branch, text, answer.take_logprobs(), completion)
 
-    def close(self) -> None:
-        """Ends the request early unless it is over. Idempotent."""
-        self._gone.cancel()
-        self._end("cancelled")
 
-    def _end(self, reason: Literal["stop", "cancelled"]) -> None:
-        if not self._over:
-            self._over = True
-            self._engine.cancel(self._request_id, reason)
-
-    def _cut(self, done: Completion) -> Completion:
-        if self._text.stopped:
-            return dataclasses.replace(done, token_ids=done.token_ids[: self._text.num_tokens], finish_reason="stop")
-        if done.finish_reason == "cancelled":
-            raise stopping()
-        if done.finish_reason == "failed":
-            raise ApiError(500, "the engine failed while it computed the answer; see its log")
-        return done
+def _cut(done: Completion, text: AnswerText) -> Completion:
+    if text.stopped:
+        kept = slice(text.num_tokens)
+        return dataclasses.replace(
+            done, token_ids=done.token_ids[kept], logprobs=done.logprobs[kept], finish_reason="stop"
+        )
+    if done.finish_reason == "cancelled":
+        raise stopping()
+    if done.finish_reason == "failed":
+        raise ApiError(500, "the engine failed while it computed the answer; see its log")
+    return done
 
 
 def stopping() -> ApiError:

@@ -1,5 +1,6 @@
 """Reading requests, and refusing bad ones the way OpenAI's API does."""
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -7,8 +8,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
-
-from kvtier_engine.api.answers import error_body
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -19,6 +18,11 @@ _UNIONS = {
     "stop": "must be text or a list of at most 4 texts, each of 1 to 1024 characters",
 }
 """What parameters of several types are. Errors of such name the types' places too, which no client has heard of."""
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class ApiError(Exception):
@@ -41,9 +45,16 @@ async def parse_body(http: HttpRequest, kind: type[Body], most_bytes: int) -> Bo
         return kind.model_validate_json(data or b"{}")
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = [str(part) for part in first["loc"]]
-        param = place[0] if place and place[0] in _UNIONS else ".".join(place)
+        param = _json_path(first["loc"])
         raise ApiError(400, f"{param or 'body'}: {_explain(first)}", param=param or None) from error
+
+
+def _json_path(location: Sequence[int | str]) -> str:
+    """`messages[0].content`."""
+    if location and location[0] in _UNIONS:
+        return str(location[0])
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location if part != "[key]")
+    return "".join(parts).removeprefix(".")
 
 
 async def _read(http: HttpRequest, most_bytes: int) -> bytes:
@@ -62,7 +73,8 @@ def _explain(error: Any) -> str:
         return "this engine does not know this parameter; leave it out"
     if len(error["loc"]) > 1 and error["loc"][0] in _UNIONS:
         return _UNIONS[error["loc"][0]]
-    return str(error["msg"])
+    message = str(error["msg"]).replace("valid dictionary", "valid object").replace("valid list", "valid array")
+    return message.replace("'", '"') if error["type"] == "literal_error" else message
 
 
 async def answer_api_error(http: HttpRequest, error: Exception) -> Response:

@@ -11,16 +11,29 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from kvtier_engine.text.json_grammar import ANY_OBJECT
+
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` of `/v1/completions`."""
 _MOST_STOP_SEQUENCES = 4
 _LONGEST_STOP_SEQUENCE = 1024
 """Characters. What is held back while it may be the beginning of a stop sequence is no longer."""
 
+_MOST_ANSWERS = 128
+"""OpenAI's limits, as those below."""
+_MOST_BIASES = 300
+_MOST_TOP_OF_COMPLETIONS = 5
+_MOST_TOP_OF_CHATS = 20
+
 TokenLimit = Annotated[int, Field(ge=1)]
 # Only the first error is told: without `fail_fast`, a long list of wrong items costs seconds of the event loop.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+NumAnswers = Annotated[int, Field(ge=1, le=_MOST_ANSWERS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+LogitBias = Annotated[
+    dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]], Field(max_length=_MOST_BIASES)
+]
 StopSequence = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP_SEQUENCE)]
 StopSequences = Annotated[list[StopSequence], Field(max_length=_MOST_STOP_SEQUENCES)]
 
@@ -49,6 +62,34 @@ class StreamOptions(BaseModel):
     """Accepted and ignored: chunks are never padded."""
 
 
+class JsonSchema(BaseModel):
+    """What an answer has to be."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    name: str | None = None
+    """Accepted and ignored, as the next two: an answer fits its schema in any case."""
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """`response_format` of a chat."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_of_answers(self) -> dict[str, Any] | None:
+        """None: any text."""
+        if self.type == "json_object":
+            return ANY_OBJECT
+        return None if self.json_schema is None or self.type == "text" else self.json_schema.json_schema
+
+
 class SamplingBody(BaseModel):
     """What both kinds of requests share."""
 
@@ -72,14 +113,63 @@ class SamplingBody(BaseModel):
     prompt_cache_key: Any = None
     service_tier: Any = None
 
-    n: Annotated[Any, AfterValidator(_Only(1))] = None
-    frequency_penalty: Annotated[Any, AfterValidator(_Only(0))] = None
-    presence_penalty: Annotated[Any, AfterValidator(_Only(0))] = None
-    logit_bias: Annotated[Any, AfterValidator(_Only({}))] = None
+    n: NumAnswers | None = None
+    use_beam_search: bool | None = None
+    """The likeliest answers instead of drawn ones, as vLLM calls it, with the next two. `num_branches` is the width."""
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    early_stopping: bool | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    """vLLM's."""
+    logit_bias: LogitBias | None = None
 
     @property
     def stop_sequences(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def num_branches(self) -> int:
+        """How many answers are computed."""
+        return self.num_choices
+
+    @property
+    def schema_of_answers(self) -> dict[str, Any] | None:
+        """The JSON schema that answers fit; None: they are any text."""
+        return None
+
+    @property
+    def num_top(self) -> int | None:
+        """How many of the likeliest tokens come with each token; None: no log probabilities at all."""
+        return None
+
+    def conflict(self) -> tuple[str, str] | None:
+        """The parameter that does not go with another one, and why; None: all do."""
+        if self.stream_options is not None and not self.stream:
+            return "stream_options", "only with stream = true"
+        return self._conflict_of_beams()
+
+    def _conflict_of_beams(self) -> tuple[str, str] | None:
+        if not self.use_beam_search:
+            settings = {"length_penalty": self.length_penalty, "early_stopping": self.early_stopping}
+            name = next((name for name, value in settings.items() if value is not None), None)
+            return None if name is None else (name, "only with use_beam_search = true")
+        if self.num_branches < 2:
+            return "n", "is the width of a beam search, which must be at least 2"
+        drawing: dict[str, object] = {
+            "stream": self.stream,
+            "temperature": self.temperature,
+            "top_p": self.top_p not in (None, 1),
+        }
+        drawing |= {"logprobs": self.num_top is not None, "logit_bias": self.logit_bias}
+        drawing |= {"frequency_penalty": self.frequency_penalty, "presence_penalty": self.presence_penalty}
+        drawing |= {"repetition_penalty": self.repetition_penalty not in (None, 1)}
+        name = next((name for name, value in drawing.items() if value), None)
+        return None if name is None else (name, "not with use_beam_search; leave it out")
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -92,10 +182,27 @@ class CompletionBody(SamplingBody):
     prompt: str | TokenIds
     """Text, or token ids."""
 
-    best_of: Annotated[Any, AfterValidator(_Only(1))] = None
+    best_of: NumAnswers | None = None
+    """So many answers are computed, of which the `n` likeliest per token are told."""
     echo: Annotated[Any, AfterValidator(_Only(False))] = None
-    logprobs: Annotated[Any, AfterValidator(_Only(False))] = None
+    logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_OF_COMPLETIONS)] | None = None
+    """So many of the likeliest tokens are told with each token."""
     suffix: Annotated[Any, AfterValidator(_Only(""))] = None
+
+    @property
+    def num_branches(self) -> int:
+        return self.best_of or self.num_choices
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
+
+    def conflict(self) -> tuple[str, str] | None:
+        if self.num_branches < self.num_choices:
+            return "best_of", "must be at least n, since the n answers are chosen from so many"
+        if self.num_branches > self.num_choices and self.stream:
+            return "best_of", "which answers are best is known at the end: leave out stream"
+        return SamplingBody.conflict(self)
 
 
 def _as_text(content: Any) -> Any:
@@ -137,19 +244,37 @@ class ChatBody(SamplingBody):
     parallel_tool_calls: Any = None
     """Ignored: there are no tools."""
 
-    logprobs: Annotated[Any, AfterValidator(_Only(False))] = None
-    top_logprobs: Annotated[Any, AfterValidator(_Only(0))] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_OF_CHATS)] | None = None
     tools: Annotated[Any, AfterValidator(_Only([]))] = None
     tool_choice: Annotated[Any, AfterValidator(_Only("none", "auto"))] = None
     functions: Annotated[Any, AfterValidator(_Only([]))] = None
     function_call: Annotated[Any, AfterValidator(_Only("none", "auto"))] = None
-    response_format: Annotated[Any, AfterValidator(_Only({"type": "text"}))] = None
+    response_format: ResponseFormat | None = None
     modalities: Annotated[Any, AfterValidator(_Only(["text"]))] = None
     audio: Annotated[Any, AfterValidator(_Only())] = None
     prediction: Annotated[Any, AfterValidator(_Only())] = None
     reasoning_effort: Annotated[Any, AfterValidator(_Only("none"))] = None
     verbosity: Annotated[Any, AfterValidator(_Only())] = None
     web_search_options: Annotated[Any, AfterValidator(_Only())] = None
+
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def schema_of_answers(self) -> dict[str, Any] | None:
+        return None if self.response_format is None else self.response_format.schema_of_answers
+
+    def conflict(self) -> tuple[str, str] | None:
+        if self.top_logprobs is not None and self.top_logprobs > 0 and not self.logprobs:
+            return "top_logprobs", "only with logprobs = true"
+        answers = self.response_format
+        if answers is not None and (answers.type == "json_schema") != (answers.json_schema is not None):
+            return "response_format.json_schema", 'needed with type "json_schema", and only then'
+        if self.use_beam_search and self.schema_of_answers is not None:
+            return "response_format", "not with use_beam_search; leave it out"
+        return SamplingBody.conflict(self)
 
 
 class ResetBody(BaseModel):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from concurrent.futures import Future
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
@@ -13,16 +14,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from kvtier.clock import MONOTONIC
-from kvtier.errors import ClosedError, InvalidInputError, LimitExceededError
+from kvtier.errors import ClosedError, ConfigError, InvalidInputError, LimitExceededError
 from kvtier.system.tracing import tracing
 from kvtier_engine.api.answers import AnswerFormat
 from kvtier_engine.api.event_stream import EventStream
-from kvtier_engine.api.generation import Ask, Generation, stopping
+from kvtier_engine.api.generation import Ask, Generation, Piece, stopping
 from kvtier_engine.api.http_requests import HANDLERS, ApiError, parse_body
 from kvtier_engine.api.request_ids import RequestIds
 from kvtier_engine.api.requests import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, ResetBody, SamplingBody
+from kvtier_engine.scheduling.beam_search import BeamSettings
 from kvtier_engine.scheduling.engine import Engine
-from kvtier_engine.scheduling.request import Completion, Sampling
+from kvtier_engine.scheduling.request import Constraint, Sampling
 from kvtier_engine.scheduling.request_spans import RequestSpans
 from kvtier_engine.text.answer_text import AnswerText
 from kvtier_engine.text.tokenizer import ChatTokenizer
@@ -58,6 +60,7 @@ class Server:
         self._tenant = tenant
         self._engine, self._tokenizer, self._registry = engine, tokenizer, registry
         self._model_name, self._eos_token_ids = model_name, eos_token_ids
+        self._grammars = tokenizer.json_grammars(engine.limits.vocab_size, eos_token_ids)
         self._most_body_bytes = _BODY_BYTES_PER_TOKEN * engine.limits.max_total_tokens + _BODY_BYTES_BESIDES
 
     def app(self) -> ASGIApp:
@@ -85,7 +88,7 @@ class Server:
             tokens = (await run_in_threadpool(self._tokenizer.encode, body.prompt)).tolist()
         else:
             tokens = body.prompt
-        sampling = self._sampling(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS)
+        sampling = await self._sampling(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS)
         return await self._answer(http, body, Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at, spans=spans))
 
     async def _chat(self, http: HttpRequest) -> Response:
@@ -98,7 +101,7 @@ class Server:
         except InvalidInputError as error:
             raise ApiError(400, str(error), param="messages") from error
         room = max(1, self._engine.limits.max_total_tokens - len(tokens))
-        sampling = self._sampling(body, body.max_completion_tokens or body.max_tokens or room)
+        sampling = await self._sampling(body, body.max_completion_tokens or body.max_tokens or room)
         return await self._answer(http, body, Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at, spans=spans))
 
     def _spans_of(self, http: HttpRequest) -> RequestSpans | None:
@@ -108,21 +111,50 @@ class Server:
     def _check(self, body: SamplingBody) -> None:
         """What can be refused before anything is tokenised."""
         self._check_model(body.model)
-        if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "stream_options: only with stream = true", param="stream_options")
+        conflict = body.conflict()
+        most = self._engine.max_branches
+        if conflict is None and body.num_branches > most:
+            param = "n" if body.num_choices == body.num_branches else "best_of"
+            conflict = (
+                param,
+                f"this engine computes up to {most} answers at once; ask for fewer, or raise engine.max_running",
+            )
+        vocab_size = self._engine.limits.vocab_size
+        if conflict is None and max(body.logit_bias or {}, default=0) >= vocab_size:
+            conflict = "logit_bias", f"token ids must be from 0 to {vocab_size - 1}"
+        if conflict is not None:
+            raise ApiError(400, ": ".join(conflict), param=conflict[0])
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._model_name):
             message = f"there is no model {name!r} here, only {self._model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _sampling(self, body: SamplingBody, max_tokens: int) -> Sampling:
+    async def _constraint(self, schema: dict[str, Any] | None) -> Constraint | None:
+        if schema is None:
+            return None
+        try:
+            return await run_in_threadpool(self._grammars.compile, schema)
+        except (ConfigError, InvalidInputError) as error:
+            raise ApiError(400, f"response_format: {error}", param="response_format") from error
+
+    async def _sampling(self, body: SamplingBody, max_tokens: int) -> Sampling:
         return Sampling(
             max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
             seed=body.seed,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=body.repetition_penalty or 1.0,
+            logit_bias=tuple((body.logit_bias or {}).items()),
             eos_token_ids=self._eos_token_ids,
+            num_branches=body.num_branches,
+            constraint=await self._constraint(body.schema_of_answers),
+            beams=_beams(body),
+            num_top=body.num_top
+            if body.num_top is not None or body.use_beam_search or body.num_branches == body.num_choices
+            else 0,
         )
 
     async def _answer(self, http: HttpRequest, body: ChatBody | CompletionBody, ask: Ask) -> Response:
@@ -132,18 +164,25 @@ class Server:
             model=self._model_name,
             prompt_token_ids=ask.tokens if body.return_prompt_token_ids else None,
             usage_chunk=body.wants_usage_chunk,
+            num_choices=body.num_choices,
+            spelling=None if body.num_top is None else self._tokenizer,
         )
         generation = self._generate(http, body, ask)
         if body.stream:
             return EventStream(generation, answer)
-        return JSONResponse(answer.whole(*await _read_all(generation)))
+        answers = await _read_all(generation)
+        completions = [piece.done for piece in answers if piece.done is not None]
+        chosen = answers[: body.num_choices] if body.use_beam_search else _likeliest(answers, body.num_choices)
+        return JSONResponse(answer.whole(chosen, completions))
 
     def _generate(self, http: HttpRequest, body: ChatBody | CompletionBody, ask: Ask) -> Generation:
         stop = body.stop_sequences
-        text = AnswerText(self._tokenizer.detokenizer(), stop)
+        texts = [AnswerText(self._tokenizer.detokenizer(), stop) for _ in range(ask.sampling.num_branches)]
         prompt = "messages" if isinstance(body, ChatBody) else "prompt"
         try:
-            return Generation(self._engine, http, ask, text, read_along=bool(body.stream or stop))
+            return Generation(
+                self._engine, http, ask, texts, read_along=bool(body.stream or stop) and not body.use_beam_search
+            )
         except LimitExceededError as error:
             raise ApiError(400, str(error), param=prompt, code="context_length_exceeded") from error
         except InvalidInputError as error:
@@ -185,14 +224,41 @@ class Server:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _read_all(generation: Generation) -> tuple[str, Completion]:
-    texts = []
+async def _read_all(generation: Generation) -> list[Piece]:
+    """The answers, whole, by index."""
+    pieces: list[Piece] = []
     with contextlib.closing(generation):
-        while True:
-            text, done = await generation.read()
-            texts.append(text)
-            if done is not None:
-                return "".join(texts), done
+        while generation.num_open:
+            pieces += await generation.read()
+    whole = []
+    for branch in sorted({piece.branch for piece in pieces}):
+        of_branch = [piece for piece in pieces if piece.branch == branch]
+        text = "".join(piece.text for piece in of_branch)
+        logprobs = [each for piece in of_branch for each in piece.logprobs]
+        whole.append(Piece(branch, text, logprobs, of_branch[-1].done))
+    return whole
+
+
+def _beams(body: SamplingBody) -> BeamSettings | None:
+    if not body.use_beam_search:
+        return None
+    return BeamSettings(
+        width=body.num_branches,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        early_stopping=bool(body.early_stopping),
+    )
+
+
+def _likeliest(answers: list[Piece], num_choices: int) -> list[Piece]:
+    """The answers of the highest log probability per token, the likeliest first; all in order if none is left out."""
+    if len(answers) == num_choices:
+        return answers
+
+    def mean(piece: Piece) -> float:
+        of_tokens = [logprobs.of_token for _, logprobs in piece.logprobs]
+        return sum(of_tokens) / len(of_tokens)
+
+    return sorted(answers, key=mean, reverse=True)[:num_choices]
 
 
 def _unavailable(error: ClosedError) -> ApiError:

@@ -53,6 +53,7 @@ before. Must not block."""
 class _Ending:
     request_id: int
     reason: FinishReason
+    branch: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,16 @@ class Engine:
         with self._lock:
             return not self._failed
 
+    @property
+    def max_branches(self) -> int:
+        """The most answers that one request may ask for."""
+        return self._scheduler.max_running
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Device blocks that nobody has. For the engine's thread."""
+        return self._scheduler.num_free_blocks
+
     def submit(
         self,
         tokens: Sequence[int],
@@ -110,11 +121,11 @@ class Engine:
 
         :param tokens: the prompt, at least one.
         :param arrived_at: `MONOTONIC` time from which its TTFT counts.
-        :param on_done: called exactly once in the engine's thread, unless this method raises.
+        :param on_done: called exactly once for each branch in the engine's thread, unless this method raises.
         :param on_token: called before that with each new token; None is the cheapest.
         :param spans: of the request, the engine's from now on unless this method raises; None: it is not traced.
         :raises LimitExceededError: more tokens than one request may have.
-        :raises InvalidInputError: no token, or one that the model does not have.
+        :raises InvalidInputError: no token, or one that the model does not have; more branches than may run.
         :raises ClosedError: the engine is stopping or has failed.
         """
         self._check_limits(tokens, sampling)
@@ -131,13 +142,14 @@ class Engine:
         self._send(request)
         return request.request_id
 
-    def cancel(self, request_id: int, reason: FinishReason = "cancelled") -> None:
+    def cancel(self, request_id: int, reason: FinishReason = "cancelled", branch: int | None = None) -> None:
         """Ends a request after the present step; its `on_done` is called with what there is. Ended ones are ignored.
 
         :param reason: what `on_done` is told: `stop` when the requester has found the answer complete.
+        :param branch: the index of the answer to end; None ends all.
         """
         with self._lock:
-            self._inbox.append(_Ending(request_id, reason))
+            self._inbox.append(_Ending(request_id, reason, branch))
         self._nudge()
 
     def reset_cache(self, on_done: ResetCallback) -> None:
@@ -209,6 +221,11 @@ class Engine:
             )
         if not 0 <= min(tokens) <= max(tokens) < self.limits.vocab_size:
             raise InvalidInputError(f"token ids must be from 0 to {self.limits.vocab_size - 1}")
+        if not 1 <= sampling.num_branches <= self.max_branches:
+            raise InvalidInputError(
+                f"{sampling.num_branches} answers to one prompt, but this engine computes up to {self.max_branches} at "
+                "once; ask for fewer, or raise engine.max_running"
+            )
 
     def _take_inbox(self) -> bool:
         """False when it is time to stop."""
@@ -230,7 +247,7 @@ class Engine:
         if isinstance(item, Request):
             self._scheduler.add(item)
         elif isinstance(item, _Ending):
-            self._scheduler.cancel(item.request_id, item.reason)
+            self._scheduler.cancel(item.request_id, item.reason, item.branch)
         else:
             item.on_done(self._scheduler.reset_cache())
 
@@ -257,6 +274,7 @@ class Engine:
             self._inbox, left = [], self._inbox
         for item in left:
             if isinstance(item, Request):
-                item.on_done(item.completion(reason))
+                for completion in item.completions(reason):
+                    item.on_done(completion)
             elif isinstance(item, _Reset):
                 item.on_done(None)

@@ -26,7 +26,9 @@ class EngineMetrics:
         self.step_seconds = counter("step_seconds", "Time in steps that computed something")
         self.forward_seconds = counter("forward_seconds", "From launching the model to having its result")
         self.cache_seconds = counter("cache_seconds", "In hashing, lookup, allocation and other cache bookkeeping")
-        self.running = Gauge("kvtier_engine_running", "Requests in the batch", registry=registry)
+        self.running = Gauge(
+            "kvtier_engine_running", "Answers in the batch: of a request, as many as it asks for", registry=registry
+        )
         self.waiting = Gauge("kvtier_engine_waiting", "Requests waiting or loading", registry=registry)
         for reason in get_args(FinishReason):
             self.requests.labels(reason)
@@ -45,11 +47,11 @@ class EngineMetrics:
             registry=registry,
         )
 
-    def count(self, completion: Completion) -> None:
-        """One ended request."""
+    def count(self, completion: Completion, num_answer_tokens: int) -> None:
+        """One ended request: the end of its last branch, and the tokens of all."""
         self.requests.labels(completion.finish_reason).inc()
         self.prompt_tokens.inc(completion.num_prompt_tokens)
-        self.answer_tokens.inc(len(completion.token_ids))
+        self.answer_tokens.inc(num_answer_tokens)
         for tier, num_tokens in completion.cached_by_tier.items():
             self.cached_tokens.labels(tier).inc(num_tokens)
         if completion.ttft_s is not None:

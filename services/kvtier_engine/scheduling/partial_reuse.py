@@ -1,7 +1,7 @@
 """Reuse of the leading tokens of a block that differs from the prompt only later."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -10,9 +10,6 @@ from kvtier.identity.keys import BlockKey
 from kvtier.offload import Hierarchy
 from kvtier_engine.scheduling.child_index import ChildIndex, Sibling
 from kvtier_engine.scheduling.request import Request, SiblingLookup
-
-CopyTokens = Callable[[int, int, int], None]
-"""Copies the KV of the first so many tokens from one device block to another: `(source, target, num_tokens)`."""
 
 _MOST_SIBLINGS = 8
 """Looked at for one that is on the device, among those with most tokens in common."""
@@ -46,19 +43,16 @@ class PartialReuse:
         self,
         block_pool: BlockPool,
         tokens_per_block: int,
-        copy_tokens: CopyTokens,
         *,
         max_blocks: int,
         hierarchy: Hierarchy | None = None,
     ) -> None:
         """
-        :param copy_tokens: in the order of the engine's computation: what was computed before is copied, and what is
-            computed or loaded later does not change what is copied.
         :param max_blocks: how many blocks are remembered by their tokens; several times what the device has, since
             those that have left it are found below.
         :param hierarchy: the tiers below; None looks at the device only.
         """
-        self._block_pool, self._hierarchy, self._copy_tokens = block_pool, hierarchy, copy_tokens
+        self._block_pool, self._hierarchy = block_pool, hierarchy
         self._tokens_per_block = tokens_per_block
         self._index = ChildIndex(max_blocks)
 
@@ -98,11 +92,6 @@ class PartialReuse:
         if is_worth is None:
             return Unknown.YET
         return PartialHit(below.key, below.num_tokens, None) if is_worth else here
-
-    def copy(self, hit: PartialHit, block_id: int) -> None:
-        """Copies what is reused of a block on the device into one of the request's own."""
-        assert hit.block_id is not None
-        self._copy_tokens(hit.block_id, block_id, hit.num_tokens)
 
     def cancel(self, request: Request) -> None:
         """Forgets what was asked and answered."""

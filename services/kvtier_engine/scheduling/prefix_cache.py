@@ -12,6 +12,7 @@ from kvtier.device.block_pool import BlockPool
 from kvtier.identity.keys import BlockKey
 from kvtier.offload import Block, Cleaner, Hierarchy, JobResult
 from kvtier.system.tracing import NO_CONTEXT, tracing
+from kvtier_engine.scheduling.copy_on_write import CopyOnWrite, CopyTokens
 from kvtier_engine.scheduling.fetch_planning import FetchPlanning, within_stage
 from kvtier_engine.scheduling.partial_reuse import PartialHit, PartialReuse, Unknown
 from kvtier_engine.scheduling.request import Request
@@ -57,6 +58,7 @@ class PrefixCache:
         self,
         block_pool: BlockPool,
         tokens_per_block: int,
+        copy_tokens: CopyTokens,
         *,
         hierarchy: Hierarchy | None = None,
         cleaner: Cleaner | None = None,
@@ -78,7 +80,8 @@ class PrefixCache:
         self._block_pool, self._hierarchy, self._cleaner = block_pool, hierarchy, cleaner
         self._layerwise_loads = layerwise_loads
         self._planning = planning or (FetchPlanning(hierarchy, tokens_per_block) if hierarchy is not None else None)
-        self._partial_reuse = partial_reuse
+        self._partial_reuse, self._copy_tokens = partial_reuse, copy_tokens
+        self._copy_on_write = CopyOnWrite(block_pool, tokens_per_block, copy_tokens)
         self._computing = SingleFlight() if single_flight else None
         self._loads: dict[int, _Load] = {}
         """The loads under way, by job."""
@@ -143,9 +146,9 @@ class PrefixCache:
             self._planning.count_asked(request, range(len(hits), max_hits), num_fetched)
         if self._partial_reuse is not None:
             self._partial_reuse.note_used(request.keys[: len(hits)])
-            if partial is not None and source:
-                self._partial_reuse.copy(partial, fresh[num_fetched])
-                self._block_pool.free(source)
+        if partial is not None and source:
+            self._copy_tokens(source[0], fresh[num_fetched], partial.num_tokens)
+            self._block_pool.free(source)
         if self._computing is not None:
             self._computing.begin(request, request.keys[len(hits) + num_fetched :])
         return self._start(request, hits, fresh, num_fetched, partial, is_alone=is_alone)
@@ -180,14 +183,29 @@ class PrefixCache:
         self._loading.update(own)
         return Admission.LOADING
 
+    def fork(self, parent: Request, branch: Request) -> None:
+        """Gives `branch` all blocks of `parent`, in the step that computed its last token and before `publish`."""
+        self._copy_on_write.share(parent, branch)
+
     def grow(self, request: Request) -> bool:
-        """Makes sure that all tokens of a running request have a block. False when there is no free one."""
+        """Makes sure that all tokens of a running request have a block, and those to compute next one that no other
+        request has. False when there is no free one."""
+        if not self._copy_on_write.part(request):
+            self._note_refused()
+            return False
         missing = self._num_blocks(request) - len(request.block_ids)
         fresh = self._allocate(missing) if missing > 0 else []
         if fresh is None:
             return False
         request.block_ids += fresh
         return True
+
+    def num_writable(self, request: Request) -> int:
+        """For how many more tokens a running request has blocks that it may write to: none while another one has the
+        first of them, since `grow` found no room for a copy."""
+        if not self._copy_on_write.may_write(request):
+            return 0
+        return len(request.block_ids) * self.tokens_per_block - request.num_computed
 
     def publish(self, request: Request) -> None:
         """Blocks that became full get their keys, and are saved by `end_step`."""
@@ -294,9 +312,13 @@ class PrefixCache:
 
     def _allocate(self, num_blocks: int) -> list[int] | None:
         blocks = self._block_pool.allocate(num_blocks)
-        if blocks is None and self._cleaner is not None and self.copies_hold_blocks:
-            self._cleaner.note_waited()
+        if blocks is None:
+            self._note_refused()
         return blocks
+
+    def _note_refused(self) -> None:
+        if self._cleaner is not None and self.copies_hold_blocks:
+            self._cleaner.note_waited()
 
     def _is_on_its_way(self, key: BlockKey) -> bool:
         return key in self._loading or (self._computing is not None and key in self._computing)

@@ -1,19 +1,35 @@
 """One request on its way through the engine."""
 
 import enum
+import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from kvtier.identity.keys import BlockHasher, BlockKey, PreviousHasher
 from kvtier.offload import BlockStatus, PreviousKeys
+from kvtier_engine.scheduling.beam_search import BeamSearch, BeamSettings
 from kvtier_engine.scheduling.request_spans import RequestSpans
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
+
+
+class Constraint(Protocol):
+    """Which tokens an answer may have next: `JsonAnswer`. Scheduler thread only, once it belongs to a request."""
+
+    def copy(self) -> "Constraint":
+        """One that goes on by itself."""
+
+    def allowed(self) -> Tensor:
+        """bool `[vocab_size]` on CPU."""
+
+    def accept(self, token_id: int) -> None:
+        """This one has come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +46,60 @@ class Sampling:
     """The seed of the draws: the same seed gives the same draws; None seeds from the system."""
     eos_token_ids: tuple[int, ...] = ()
     """Any of these ends the answer; it is the answer's last token."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that the answer has already."""
+    frequency_penalty: float = 0.0
+    """Taken from the logit of a token as often as the answer has it."""
+    repetition_penalty: float = 1.0
+    """By which the logits of tokens of prompt and answer are divided, or multiplied if they are negative."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these tokens."""
+    constraint: Constraint | None = None
+    """At its beginning; every branch takes a copy. None: any token may come."""
+    num_branches: int = 1
+    """How many answers are drawn. Their draws are independent, and those of a branch do not depend on how many there
+    are: the first branch answers what it would answer alone."""
+    beams: BeamSettings | None = None
+    """Searches for the likeliest answers, as many branches as the search is wide; None draws them."""
+    num_top: int | None = None
+    """With each token comes its log probability, and so many of the likeliest tokens with theirs; None: neither."""
+
+    def draws(self, branch: int) -> torch.Generator:
+        """Returns the draws of the branch with this index: the first one's seed is that of the request."""
+        generator = torch.Generator()
+        if self.seed is None:
+            generator.seed()
+        elif branch == 0:
+            generator.manual_seed(self.seed)
+        else:
+            digest = hashlib.sha256(f"{self.seed}/{branch}".encode()).digest()
+            generator.manual_seed(int.from_bytes(digest[:8], "little"))
+        return generator
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """The natural logarithms of probabilities that the model itself gives, whatever the sampling makes of them."""
+
+    of_token: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens, the likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """A token of an answer."""
+
+    token_id: int
+    branch: int
+    """The index of the answer."""
+    logprobs: Logprobs | None
+    """None: nobody asked for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The end of a request."""
+    """The end of an answer."""
 
     token_ids: tuple[int, ...]
     """New tokens, with the end-of-text token if that ended them."""
@@ -44,6 +109,10 @@ class Completion:
     """Prompt tokens that were not computed, by where their KV was: `device` and the names of the tiers."""
     ttft_s: float | None
     """Seconds from the arrival of the request to its first new token; None when there was none."""
+    branch: int = 0
+    """The index of the answer."""
+    logprobs: tuple[Logprobs, ...] = ()
+    """Of each new token; empty when nobody asked for them."""
 
     def attributes(self) -> dict[str, str | int]:
         """What a trace says of the request."""
@@ -53,8 +122,8 @@ class Completion:
 
 
 DoneCallback = Callable[[Completion], None]
-"""Called once, in the engine's thread; must not block."""
-TokenCallback = Callable[[int], None]
+"""Called once for each branch, in the engine's thread; must not block."""
+TokenCallback = Callable[[NewToken], None]
 """Called with each new token, in the engine's thread and within its steps: must be cheap and not block."""
 
 
@@ -89,8 +158,20 @@ class SiblingLookup:
 
 
 @dataclass(slots=True, eq=False)
+class Unfinished:
+    """What the branches of a request have in common while some go on. Scheduler thread only."""
+
+    num_branches: int
+    """Those that have not ended."""
+    num_answer_tokens: int = 0
+    """Tokens of those that have."""
+
+
+@dataclass(slots=True, eq=False)
 class Request:
-    """Tokens, blocks and progress of one request. Scheduler thread only, once it is submitted.
+    """Tokens, blocks and progress of one branch of a request. Scheduler thread only, once it is submitted.
+
+    A request begins as its first branch, which computes the prompt; the others are forked from it then.
 
     Tokens are in three runs: `[0, num_computed)` have KV in the blocks, the rest has not, and the
     blocks of `[0, num_published * tokens_per_block)` are known under their keys.
@@ -109,6 +190,7 @@ class Request:
     """None when nobody reads along: then tokens cost nothing before the end."""
     spans: RequestSpans | None = None
     """None: the request is not traced."""
+    branch: int = 0
     num_prompt_tokens: int = 0
     stage: Stage = Stage.WAITING
     keys: list[BlockKey] = field(default_factory=list)
@@ -129,14 +211,60 @@ class Request:
     counted: bool = False
     """`cached_by_tier` is final: what a later start finds are tokens computed for this very request."""
     ttft_s: float | None = None
-    generator: torch.Generator = field(default_factory=torch.Generator)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    generator: torch.Generator = field(init=False)
+    constraint: Constraint | None = field(init=False, default=None)
+    num_unforked: int = 0
+    """How many branches are still to be forked from this one."""
+    unfinished: Unfinished = field(init=False)
+    search: BeamSearch | None = field(init=False, default=None)
+    """The search that this branch is a beam of."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
-        if self.sampling.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(self.sampling.seed)
+        self.num_unforked = self.sampling.num_branches - 1
+        self.unfinished = Unfinished(self.sampling.num_branches)
+        self.generator = self.sampling.draws(0)
+        if self.sampling.constraint is not None:
+            self.constraint = self.sampling.constraint.copy()
+        if self.sampling.beams is not None:
+            ends = self.sampling.eos_token_ids
+            self.search = BeamSearch(self.sampling.beams, self.sampling.max_tokens, ends)
+
+    def fork(self, branch: int) -> "Request":
+        """Returns a new branch with the tokens of this one, and draws of its own. It has no blocks yet."""
+        forked = Request(
+            request_id=self.request_id,
+            tokens=list(self.tokens),
+            sampling=self.sampling,
+            hasher=self.hasher,
+            on_done=self.on_done,
+            arrived_at=self.arrived_at,
+            on_token=self.on_token,
+            spans=self.spans,
+            branch=branch,
+            stage=self.stage,
+            keys=list(self.keys),
+            cached_by_tier=self.cached_by_tier,
+            counted=True,
+            ttft_s=self.ttft_s,
+            logprobs=list(self.logprobs),
+        )
+        forked.num_prompt_tokens, forked.num_unforked = self.num_prompt_tokens, 0
+        forked.unfinished, forked.search = self.unfinished, self.search
+        forked.generator = self.sampling.draws(branch)
+        forked.constraint = None if self.constraint is None else self.constraint.copy()
+        return forked
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts by arrival, and then the branches of a request."""
+        return self.request_id, self.branch
+
+    @property
+    def num_places(self) -> int:
+        """How many sequences it takes part in a step as, or will when it is forked."""
+        return 1 + self.num_unforked
 
     @property
     def num_to_compute(self) -> int:
@@ -163,13 +291,33 @@ class Request:
         tokens: npt.NDArray[np.int32] = np.array(self.tokens[: span.stop * tokens_per_block], dtype=np.int32)
         return [_previous_keys(each, tokens, span.start) for each in self.hasher.previous]
 
-    def completion(self, reason: FinishReason) -> Completion:
+    def completions(self, reason: FinishReason) -> list[Completion]:
+        """The end of this branch, and of those that were to be forked from it."""
+        return [self._completion(reason, branch) for branch in range(self.branch, self.branch + self.num_places)]
+
+    def found(self) -> list[Completion]:
+        """What a search that is over has found, the best first."""
+        assert self.search is not None
+        ended = self._completion("length", 0)
+        return [
+            replace(
+                ended,
+                branch=rank,
+                token_ids=hypothesis.token_ids,
+                finish_reason="stop" if hypothesis.token_ids[-1] in self.sampling.eos_token_ids else "length",
+            )
+            for rank, hypothesis in enumerate(self.search.found)
+        ]
+
+    def _completion(self, reason: FinishReason, branch: int) -> Completion:
         return Completion(
             token_ids=tuple(self.tokens[self.num_prompt_tokens :]),
             finish_reason=reason,
             num_prompt_tokens=self.num_prompt_tokens,
             cached_by_tier=dict(self.cached_by_tier),
             ttft_s=self.ttft_s,
+            branch=branch,
+            logprobs=tuple(self.logprobs),
         )
 
 

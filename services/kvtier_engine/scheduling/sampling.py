@@ -1,9 +1,10 @@
 """Draws a token from logits."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier_engine.scheduling.request import Request
+from kvtier_engine.scheduling.request import Logprobs, Request
 
 _FIRST_LOOK = 256
 """This many of the likeliest tokens nearly always hold a nucleus; finding them costs a fortieth of sorting all."""
@@ -17,6 +18,7 @@ def sample(logits: Tensor, request: Request) -> int:
     Draws are made on CPU, so that a seed gives the same ones wherever the model runs.
     """
     sampling = request.sampling
+    logits = _adjusted(logits, request)
     if sampling.temperature == 0:
         return int(logits.argmax())
     # float64 and the largest at 0, so that no temperature above 0, however small, makes an infinity or NaN.
@@ -26,6 +28,39 @@ def sample(logits: Tensor, request: Request) -> int:
         return _draw(probabilities.cumsum(0), request.generator)
     ids, mass = _nucleus(probabilities, sampling.top_p)
     return int(ids[_draw(mass, request.generator)])
+
+
+def _adjusted(logits: Tensor, request: Request) -> Tensor:
+    """The logits after penalties, bias and constraint; the same tensor where there are none.
+
+    Penalties of answers are OpenAI's. That of repetition is of Keskar et al., "CTRL", 2019, as in transformers, vLLM.
+    """
+    sampling = request.sampling
+    if sampling.repetition_penalty != 1:
+        logits = logits.clone()
+        ids = torch.from_numpy(np.unique(request.tokens)).to(logits.device)
+        known = logits[ids]
+        penalty = sampling.repetition_penalty
+        logits[ids] = torch.where(known > 0, known / penalty, known * penalty)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        logits, answer = logits.clone(), np.array(request.tokens[request.num_prompt_tokens :], np.int64)
+        ids, counts = (torch.from_numpy(each).to(logits.device) for each in np.unique(answer, return_counts=True))
+        logits[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+    if sampling.logit_bias:
+        logits = logits.clone()
+        token_ids, biases = zip(*sampling.logit_bias, strict=True)
+        logits[list(token_ids)] += torch.tensor(biases, device=logits.device)
+    if request.constraint is not None:
+        logits = logits.masked_fill(~request.constraint.allowed().to(logits.device), -torch.inf)
+    return logits
+
+
+def logprobs_of(logits: Tensor, token_id: int, num_top: int) -> Logprobs:
+    """What the model itself says of a token, and of the `num_top` likeliest ones. `logits`: float32 `[vocab_size]`."""
+    wide = logits.double().cpu()
+    normed = wide - wide.logsumexp(0)
+    values, ids = normed.topk(min(num_top, normed.numel()))
+    return Logprobs(float(normed[token_id]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
 def _draw(mass: Tensor, generator: torch.Generator) -> int:

@@ -13,8 +13,8 @@ from kvtier_engine.model.paged_kv import PagedKV
 from kvtier_engine.scheduling.compute_times import ComputeTimes
 from kvtier_engine.scheduling.metrics import EngineMetrics
 from kvtier_engine.scheduling.prefix_cache import Admission, PrefixCache
-from kvtier_engine.scheduling.request import FinishReason, Request, Stage
-from kvtier_engine.scheduling.sampling import sample
+from kvtier_engine.scheduling.request import Completion, FinishReason, NewToken, Request, Stage
+from kvtier_engine.scheduling.sampling import logprobs_of, sample
 from kvtier_engine.scheduling.waiting_order import LongestPrefixFirst
 
 _WARM_UP_TOKENS = 64
@@ -33,7 +33,7 @@ class SchedulerSettings:
     max_batch_tokens: int = 4096
     """Tokens per step. Small: prefill in many chunks. Large: decoding requests wait longer for a prefill."""
     max_running: int = 16
-    """Requests that have blocks, or are next to get some."""
+    """Requests that have blocks, or are next to get some. One with several branches counts as so many."""
     order: Literal["cache_aware", "fcfs"] = "cache_aware"
     """Which waiting request begins next: see `Scheduler`."""
 
@@ -50,6 +50,9 @@ class Scheduler:
     Decoding requests come first in every step, then prefills in chunks, both in order of arrival. When blocks run out,
     the latest running one gives up its own and starts again later; what it had computed stays findable until it is
     overwritten.
+
+    A request with several branches computes its prompt once. Its branches part at the first sampled token: each goes on
+    as a request of its own, with references to the blocks so far.
     """
 
     def __init__(
@@ -80,6 +83,16 @@ class Scheduler:
         """Requests that hold or want blocks."""
         return len(self._waiting) + len(self._loading) + len(self._running)
 
+    @property
+    def max_running(self) -> int:
+        """How many sequences a step may have, at most."""
+        return self._settings.max_running
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Device blocks that nobody references."""
+        return self._cache.num_free
+
     def warm_up(self) -> None:
         """Computes into blocks that nobody has, before the first request: for a process's first pass over the
         weights takes twice as long as the next."""
@@ -96,10 +109,10 @@ class Scheduler:
         self._metrics.cache_seconds.inc(hashed_s)
         self._metrics.step_seconds.inc(hashed_s)
 
-    def cancel(self, request_id: int, reason: FinishReason = "cancelled") -> None:
-        """Ends a request early. Unknown ones have ended already."""
+    def cancel(self, request_id: int, reason: FinishReason = "cancelled", branch: int | None = None) -> None:
+        """Ends a request early, or one branch of it. Unknown ones have ended already."""
         for request in (*self._waiting, *self._loading, *self._running):
-            if request.request_id == request_id:
+            if request.request_id == request_id and branch in (None, request.branch):
                 self._end(request, reason)
 
     def reset_cache(self) -> int:
@@ -129,7 +142,7 @@ class Scheduler:
         if not plan:
             self._compute_times.end_idle_step()
             self._cache.end_step()
-            return False
+            return self._park()
         planned, is_arriving = self._clock(), self._kv.is_arriving
         sampled = self._compute(plan)
         computed = self._clock()
@@ -137,12 +150,14 @@ class Scheduler:
             self._cache.publish(request)
         self._cache.end_step()
         ended = self._clock()
-        for request, _ in plan:
+        for request in sampled:
             self._end_if_over(request)
         self._metrics.cache_seconds.inc((planned - started) + (ended - computed))
         self._metrics.step_seconds.inc(ended - started)
         num_tokens = [count for _, count in plan]
-        booked = self._compute_times.end_step(num_tokens, planned, computed, sampled=sampled, is_arriving=is_arriving)
+        booked = self._compute_times.end_step(
+            num_tokens, planned, computed, sampled=bool(sampled), is_arriving=is_arriving
+        )
         if booked is not None:
             self._metrics.forward_seconds.inc(booked.seconds)
             if booked.is_pure:
@@ -159,21 +174,41 @@ class Scheduler:
             else:
                 self._run(request)
 
+    def _park(self) -> bool:
+        """Takes the blocks of beams that only wait for others of their search, which may have no room without."""
+        idle = [request for request in self._running if request.num_to_compute == 0] if self._waiting else []
+        for request in idle:
+            self._preempt(request)
+        return bool(idle)
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._cache.release(request)
+        request.stage = Stage.WAITING
+        if request.spans is not None:
+            request.spans.enter("queue", preempted=True)
+        self._waiting.appendleft(request)
+        self._metrics.preemptions.inc()
+
     def _run(self, request: Request) -> None:
         if request.spans is not None:
             request.spans.enter("prefill", tokens=request.num_to_compute)
         request.stage = Stage.RUNNING
         self._running.append(request)
-        self._running.sort(key=lambda r: r.request_id)
+        self._running.sort(key=lambda r: r.order)
 
     def _admit(self) -> None:
         """Starts waiting requests in order; one that has to wait for a tier is passed by others."""
         later: list[Request] = []
-        has_places = len(self._loading) + len(self._running) < self._settings.max_running
-        if has_places and len(self._waiting) > 1 and self._waiting_order is not None:
+        num_places = self._settings.max_running - sum(r.num_places for r in (*self._loading, *self._running))
+        if num_places > 0 and len(self._waiting) > 1 and self._waiting_order is not None:
             self._waiting_order.sort(self._waiting)
-        while self._waiting and len(self._loading) + len(self._running) + len(later) < self._settings.max_running:
+        while self._waiting and self._waiting[0].num_places <= num_places:
             request = self._waiting.popleft()
+            if request.search is not None and request.search.awaits_others(request.branch):
+                later.append(request)
+                continue
+            num_places -= request.num_places
             is_alone = not (self._running or self._loading or self._waiting or later)
             admission = self._cache.admit(request, is_alone=is_alone)
             if admission is Admission.RUNNING:
@@ -195,8 +230,7 @@ class Scheduler:
         budget = self._settings.max_batch_tokens
         plan: list[tuple[Request, int]] = []
         for request in sorted(self._running, key=lambda r: r.num_to_compute > 1):
-            have_blocks = len(request.block_ids) * self._cache.tokens_per_block - request.num_computed
-            num_tokens = min(request.num_to_compute, have_blocks, budget)
+            num_tokens = min(request.num_to_compute, self._cache.num_writable(request), budget)
             if num_tokens > 0:
                 plan.append((request, num_tokens))
                 budget -= num_tokens
@@ -208,36 +242,100 @@ class Scheduler:
             # Copies end within milliseconds by themselves; then giving up anything would be a waste.
             if self._cache.copies_hold_blocks or len(self._running) == 1:
                 return
-            victim = self._running.pop()
-            self._cache.release(victim)
-            victim.stage = Stage.WAITING
-            if victim.spans is not None:
-                victim.spans.enter("queue", preempted=True)
-            self._waiting.appendleft(victim)
-            self._metrics.preemptions.inc()
+            victim = self._running[-1]
+            self._preempt(victim)
             if victim is request:
                 return
 
-    def _compute(self, plan: list[tuple[Request, int]]) -> bool:
-        """Whether a token was sampled, for which the host waits until the device has computed all of the step."""
+    def _compute(self, plan: list[tuple[Request, int]]) -> list[Request]:
+        """Those for which a token was sampled: then the host has waited until the device had computed the step."""
         chunks = [
             Chunk(request.tokens[request.num_computed :][:num_tokens], request.num_computed, request.block_ids)
             for request, num_tokens in plan
         ]
         logits = self._model.forward(chunks, self._kv)
-        sampled = False
+        sampled: list[Request] = []
         for row, (request, num_tokens) in enumerate(plan):
             request.num_computed += num_tokens
             if request.num_to_compute == 0:
-                request.tokens.append(sample(logits[row], request))
-                sampled = True
-                if request.ttft_s is None:
-                    request.ttft_s = self._clock() - request.arrived_at
-                    if request.spans is not None:
-                        request.spans.first_token()
-                if request.on_token is not None:
-                    request.on_token(request.tokens[-1])
+                if request.search is not None:
+                    request.search.offer(request.branch, logits[row])
+                    sampled.append(request)
+                    continue
+                branches = [request, *self._fork(request)]
+                for branch in branches:
+                    self._sample(branch, logits[row])
+                sampled += branches
+        for request in sampled:
+            if request.search is not None and request.search.is_ready:
+                self._advance(request)
         return sampled
+
+    def _advance(self, request: Request) -> None:
+        """One token more for all beams of the search of which `request` is one; some go on in several ways."""
+        search, beams = request.search, self._branches(request.request_id)
+        assert search is not None
+        self._note_first_token(request)
+        continuations = search.advance({beam.branch: beam.tokens[beam.num_prompt_tokens :] for beam in beams.values()})
+        going_on = {continuation.parent for continuation in continuations}
+        for beam in beams.values():
+            beam.num_unforked = 0
+            if beam.branch not in going_on:
+                self._withdraw(beam)
+                beam.stage = Stage.ENDED
+        for parent, branch, token_id in continuations:
+            if branch != parent:
+                self._fork_beam(beams[parent], branch).tokens.append(token_id)
+        for parent, branch, token_id in continuations:
+            if branch == parent:
+                beams[parent].tokens.append(token_id)
+        if not continuations:
+            self._conclude(request, request.found())
+
+    def _fork_beam(self, parent: Request, branch: int) -> Request:
+        """A beam that lost its blocks while others were computed has none to share: what it forks begins anew, too."""
+        forked = parent.fork(branch)
+        if parent.stage is Stage.RUNNING and parent.num_to_compute == 0:
+            self._cache.fork(parent, forked)
+            self._running.append(forked)
+            self._running.sort(key=lambda r: r.order)
+        else:
+            forked.stage = Stage.WAITING
+            self._waiting.appendleft(forked)
+        return forked
+
+    def _branches(self, request_id: int) -> dict[int, Request]:
+        every = (*self._waiting, *self._loading, *self._running)
+        return {r.branch: r for r in every if r.request_id == request_id and r.stage is not Stage.ENDED}
+
+    def _fork(self, request: Request) -> list[Request]:
+        """The branches that part here, if there are any."""
+        forked = [request.fork(request.branch + 1 + index) for index in range(request.num_unforked)]
+        request.num_unforked = 0
+        for branch in forked:
+            self._cache.fork(request, branch)
+        if forked:
+            self._running += forked
+            self._running.sort(key=lambda r: r.order)
+        return forked
+
+    def _sample(self, request: Request, logits: Tensor) -> None:
+        token_id, num_top, logprobs = sample(logits, request), request.sampling.num_top, None
+        request.tokens.append(token_id)
+        if request.constraint is not None:
+            request.constraint.accept(token_id)
+        if num_top is not None:
+            logprobs = logprobs_of(logits, token_id, num_top)
+            request.logprobs.append(logprobs)
+        self._note_first_token(request)
+        if request.on_token is not None:
+            request.on_token(NewToken(token_id, request.branch, logprobs))
+
+    def _note_first_token(self, request: Request) -> None:
+        if request.ttft_s is None:
+            request.ttft_s = self._clock() - request.arrived_at
+            if request.spans is not None and request.branch == 0:
+                request.spans.first_token()
 
     def _end_if_over(self, request: Request) -> None:
         num_answer = request.num_answer_tokens
@@ -248,8 +346,11 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """Tells the requester, and gives blocks back, those of a load as soon as it leaves them alone."""
-        if request.stage is Stage.ENDED:
-            return
+        if request.stage is not Stage.ENDED:
+            self._withdraw(request)
+            self._tell(request, reason)
+
+    def _withdraw(self, request: Request) -> None:
         if request.stage is Stage.WAITING:
             self._waiting.remove(request)
             self._cache.cancel_lookup(request)
@@ -258,13 +359,21 @@ class Scheduler:
         else:
             self._running.remove(request)
             self._cache.release(request)
-        self._tell(request, reason)
 
     def _tell(self, request: Request, reason: FinishReason) -> None:
         if request.stage is not Stage.ENDED:
             request.stage = Stage.ENDED
-            completion = request.completion(reason)
-            self._metrics.count(completion)
+            self._conclude(request, request.completions(reason))
+
+    def _conclude(self, request: Request, completions: list[Completion]) -> None:
+        unfinished = request.unfinished
+        unfinished.num_branches -= len(completions)
+        unfinished.num_answer_tokens += sum(len(completion.token_ids) for completion in completions)
+        if not unfinished.num_branches:
+            last, num_answer_tokens = completions[-1], unfinished.num_answer_tokens
+            self._metrics.count(last, num_answer_tokens)
             if request.spans is not None:
-                request.spans.end(completion.attributes(), failed=reason == "failed")
+                attributes = last.attributes() | {"answer_tokens": num_answer_tokens}
+                request.spans.end(attributes, failed=last.finish_reason == "failed")
+        for completion in completions:
             request.on_done(completion)

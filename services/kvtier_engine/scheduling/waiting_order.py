@@ -43,10 +43,10 @@ class LongestPrefixFirst:
         now = self._clock()
         first = list(islice(waiting, _MOST_SORTED))
         gains = {
-            request.request_id: self._cache.num_cached_tokens(request) + (now - request.arrived_at) * self._tokens_per_s
+            request.order: self._cache.num_cached_tokens(request) + (now - request.arrived_at) * self._tokens_per_s
             for request in first
         }
-        first.sort(key=lambda request: gains[request.request_id], reverse=True)
+        first.sort(key=lambda request: gains[request.order], reverse=True)
         for _ in first:
             waiting.popleft()
         waiting.extendleft(reversed(first))

@@ -1,6 +1,7 @@
 """Text to tokens and back, and the chat template."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from kvtier_engine.text.detokenizer import (
     WindowDetokenizer,
     special_tokens,
 )
+from kvtier_engine.text.json_grammar import JsonGrammars
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""How vocabularies of SentencePiece write bytes; a space they write as U+2581."""
 
 
 class ChatTokenizer:
@@ -68,6 +73,22 @@ class ChatTokenizer:
         """The text of an answer, special tokens left out: what `detokenizer` makes of one token after the other."""
         detokenizer = self.detokenizer()
         return "".join(map(detokenizer.feed, token_ids)) + detokenizer.finish()
+
+    def json_grammars(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> JsonGrammars:
+        """Grammars of answers of a model with so many tokens."""
+        return JsonGrammars(self._tokenizer.to_str(), vocab_size, eos_token_ids)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is no text, as the one that ends an answer."""
+        return token_id in self._special
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself, in UTF-8, where it may end inside a character; special ones as written."""
+        if self._token_bytes is not None and token_id not in self._special:
+            return self._token_bytes(token_id)
+        text: str = self._tokenizer.id_to_token(token_id) or ""
+        byte = _BYTE_TOKEN.fullmatch(text)
+        return bytes.fromhex(byte[1]) if byte else text.replace("\u2581", " ").encode()
 
     def detokenizer(self) -> Detokenizer:
         """Returns a detokenizer for the text of one answer while it comes."""
