@@ -26,6 +26,7 @@ from kvtier_bench.gpu.run.render import load, markdown
 from kvtier_bench.gpu.run.runner import Run, run_parts
 from kvtier_bench.measuring.report import Case
 
+ROOT = Path(__file__).resolve().parents[3]
 FACTS = {"commit": "abc", "machine": {"device": "a GPU", "cuda": None}}
 
 CHILD = """
@@ -258,6 +259,12 @@ def test_results_are_rendered_for_the_documentation() -> None:
     assert "## copies\n\n2026-11-23, commit abc, device a GPU.\n\nThis part did not end well: exit status 1." in text
     assert "| **a \\| b** | | | | |" in text
     assert "| ours | 50.00 | 1.500 ms | 0.90x plain | x |" in text
+
+
+def test_the_documentation_has_what_was_measured() -> None:
+    results = load(ROOT / "benchmarks" / "results" / "2026-11-26-h200-gpu.json")
+    assert (ROOT / "docs" / "gpu-results.md").read_text().endswith(markdown(results) + "\n")
+    assert not any(outcome.failed for outcome in results)
 
 
 def test_a_part_that_hangs_says_where(tmp_path: Path) -> None:
