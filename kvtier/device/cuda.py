@@ -83,17 +83,14 @@ class CudaKV:
         self._layered: LayeredLoads | None = None  # set once, by the engine's thread before the first copy
         self._memory = PinnedMemory(self._device, cuda, on_pinned=self._warm_for)
         self._checks: list[DeviceCheck] = []
-        """The check of each group; none where nothing is checked."""
-        self._verifiers: list[DeviceCheck] = []
-        """What looks at blocks of each group for `wrong_blocks`. Set once, before any copy."""
+        """The check of each group; none where nothing is checked. Set once, before any copy."""
+        self._checks_loads, self._num_lanes = checks_loads, num_lanes
         if self._device.type == "cuda":  # what the lanes have just been given may have been used on other streams
             torch.cuda.synchronize(self._device)
         for _ in range(num_lanes):  # each has its turn
             self._lanes.run(self._route.warm, after=None)
         if checks_loads:
-            self._lanes.run(
-                lambda _: self._checks.extend(DeviceCheck(group.parts) for group in self._groups), after=None
-            )
+            self._make_checks()
 
     @property
     def num_blocks(self) -> int:
@@ -173,14 +170,21 @@ class CudaKV:
         return self._lanes.run(copy, after=after)
 
     def begin_verifying(self) -> bool:
-        """Compiles the kernels. False: blocks are not the same bytes in host memory, or parts are no whole words."""
+        """Compiles the kernels, and takes 4 MiB of the device for each lane.
+
+        False: blocks are not the same bytes in host memory, their parts are no whole words, or there is no room.
+        """
         is_same = all(of.layout is None and of.block_bytes == self.block_bytes for of in self._groups)
         if not is_same or not all(DeviceCheck.can_check(of.parts, prefix_bytes=PREFIX_BYTES) for of in self._groups):
             return False
-        if not self._verifiers:
-            self._lanes.run(
-                lambda _: self._verifiers.extend(DeviceCheck(group.parts) for group in self._groups), after=None
-            )
+        try:
+            if not self._checks:
+                self._make_checks()
+            for _ in range(self._num_lanes):  # each has its turn
+                self._lanes.run(lambda _: self._checks[0].get_ready(), after=None)
+        except torch.OutOfMemoryError:
+            _log.warning("blocks that a pool lends are verified on the host: the device has no room left to do it")
+            return False
         return True
 
     def wrong_blocks(
@@ -191,10 +195,10 @@ class CudaKV:
         wrong: list[int] = []
 
         def look(_: CopyStream) -> None:
-            for number, verifier in enumerate(self._verifiers):
+            for number, check in enumerate(self._checks):
                 places = np.flatnonzero(groups == number).tolist()
                 if places:
-                    found = verifier.mismatches(
+                    found = check.mismatches(
                         blocks[places].tolist(),
                         [prefixes[place] for place in places],
                         [checksums[place] for place in places],
@@ -221,12 +225,15 @@ class CudaKV:
         """Unpins all. Call it when no copy is under way and none will come. Idempotent."""
         self._memory.close()
 
+    def _make_checks(self) -> None:
+        self._lanes.run(lambda _: self._checks.extend(DeviceCheck(group.parts) for group in self._groups), after=None)
+
     def _check(self, batch: SlotBatch, host: HostMemory) -> None:
         """Waits for the current lane's copy, if a sample of it is to be checked. Raises `DeviceFaultError`.
 
         Lent memory may change meanwhile, which is no fault: what is read-only here is not checked.
         """
-        if not host.is_writable:
+        if not self._checks_loads or not host.is_writable:
             return
         for number, check in enumerate(self._checks):
             of_group = batch.groups == number

@@ -24,8 +24,8 @@ DEFAULT_EVERY = 64
 _ZEROS = bytes(-(-LEAST_BYTES // WORD_BYTES) * WORD_BYTES)
 """The prefix of blocks that are compared with host memory: with it, none is too short for the device."""
 
-_BYTES_AT_A_TIME = 256 << 20
-"""Of blocks whose checksums are computed together. A sixteenth of it is taken beside an engine's KV meanwhile."""
+_BYTES_AT_A_TIME, _BLOCKS_AT_A_TIME = 64 << 20, 128
+"""The most of blocks whose checksums are computed together. A sixteenth of it is taken beside an engine's KV meanwhile."""
 
 Slots = Sequence[int] | npt.NDArray[np.int64]
 
@@ -52,10 +52,20 @@ class DeviceCheck:
             )
         self._parts, self._every = tuple(parts), every
         self._block_bytes = sum(group.block_bytes for group in parts)
+        self._most_at_a_time = min(max(1, _BYTES_AT_A_TIME // self._block_bytes), _BLOCKS_AT_A_TIME)
         self._device = parts[0].tensors[0].device
         self._lock = threading.Lock()
         self._num_loaded = 0  # guarded by _lock: blocks of all loads so far
-        self._checksums([-1], _ZEROS).cpu()
+        self.get_ready()
+
+    def get_ready(self) -> None:
+        """Takes the memory on the device, 4 MiB or so, that checksums on the current stream need: it may be taken by
+        others later. Reads no block, and waits.
+
+        :raises torch.OutOfMemoryError: there is no room for it.
+        """
+        num_blocks = self._most_at_a_time
+        self._checksums([-1] * num_blocks, _ZEROS * num_blocks).cpu()
 
     @staticmethod
     def can_check(parts: Sequence[Parts], *, prefix_bytes: int) -> bool:
@@ -118,7 +128,7 @@ class DeviceCheck:
         words = np.concatenate([ids, np.frombuffer(prefixes, dtype=np.int64)])
         uploaded = torch.from_numpy(words).to(self._device, non_blocking=True)
         blocks, before = uploaded[: len(ids)], uploaded[len(ids) :].view(len(ids), -1)
-        at_a_time = max(1, _BYTES_AT_A_TIME // self._block_bytes)
+        at_a_time = self._most_at_a_time
         batches = [slice(start, start + at_a_time) for start in range(0, len(ids), at_a_time)]
         return torch.cat([block_checksum(self._parts, blocks[batch], before[batch]) for batch in batches])
 

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from cuda_rig import BLOCK_BYTES, NUM_BLOCKS, Notes, filled_arena, random_rows
+from kvtier.codec.checksums import PREFIX_BYTES
 from kvtier.device import cuda_routes, device_check, kv_group
 from kvtier.device.cuda import CudaKV
 from kvtier.device.kv import HostMemoryKV
@@ -236,6 +238,35 @@ def test_slots_that_do_not_exist_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="need a uint8 view"):
         CudaKV([random_rows(4).float()], cuda=Notes())
     kv.close()
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_blocks_are_verified_by_their_writers_checksums(num_groups: int) -> None:
+    groups = [[random_rows(NUM_BLOCKS, 128, seed=2 * group + part) for part in range(2)] for group in range(num_groups)]
+    kv = CudaKV(*groups, cuda=Notes())
+    assert kv.begin_verifying()
+    last = NUM_BLOCKS * num_groups - 1
+    slots, prefixes = [last, 0, 3], [bytes([place] * PREFIX_BYTES) for place in range(3)]
+    blocks = [torch.cat([part[slot % NUM_BLOCKS] for part in groups[slot // NUM_BLOCKS]]) for slot in slots]
+    sums = [
+        xxhash.xxh3_64_intdigest(prefix + block.numpy().tobytes())
+        for prefix, block in zip(prefixes, blocks, strict=True)
+    ]
+    assert kv.wrong_blocks(slots, prefixes, sums) == []
+    assert kv.wrong_blocks(slots, prefixes, [sums[0] ^ 1, sums[1], sums[0]]) == [0, 2]
+    groups[0][1][0, 127] ^= 1
+    assert kv.wrong_blocks(slots, prefixes, sums) == [1]
+    kv.close()
+
+
+def test_blocks_that_are_others_in_host_memory_are_not_verified() -> None:
+    for groups in (
+        [[random_rows(NUM_BLOCKS, 129), random_rows(NUM_BLOCKS, 127)]],  # no whole words
+        [[random_rows(NUM_BLOCKS, 256)], [random_rows(NUM_BLOCKS, 512)]],  # zeros follow in host memory
+    ):
+        kv = CudaKV(*groups, cuda=Notes())
+        assert not kv.begin_verifying()
+        kv.close()
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
