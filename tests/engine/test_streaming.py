@@ -86,9 +86,9 @@ class _Ship(BaseModel):
 def test_answers_that_fit_a_schema(official: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "Describe a ship as JSON."}]
     ask: dict[str, Any] = {"model": MODEL_NAME, "messages": messages, "max_tokens": 60}
-    for seed in range(2):
-        parsed = official.chat.completions.parse(**ask, response_format=_Ship, n=3, seed=seed)
-        assert all(choice.finish_reason == "stop" and choice.message.parsed for choice in parsed.choices)
+    parsed = official.chat.completions.parse(**ask, response_format=_Ship, n=2, seed=0)
+    assert all(choice.finish_reason == "stop" and choice.message.parsed for choice in parsed.choices)
+    ask["max_tokens"] = 8
     chunks = official.chat.completions.create(**ask, response_format={"type": "json_object"}, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text.lstrip().startswith("{")
