@@ -23,6 +23,7 @@ from kvtier.config.engine import (
     TenantConfig,
     default_load_threads,
 )
+from kvtier.config.events import EventsConfig
 from kvtier.config.fields import OVERRIDE_PREFIX, Section
 from kvtier.config.log import LogConfig
 from kvtier.config.pool_service import PoolServiceConfig
@@ -58,6 +59,7 @@ class Config(Section):
     pool_service: PoolServiceConfig = PoolServiceConfig()
     log: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
+    events: EventsConfig = EventsConfig()
 
     _source: str = PrivateAttr("configuration")
     _folder: Path = PrivateAttr(Path())

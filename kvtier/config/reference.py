@@ -28,6 +28,7 @@ from kvtier.config.engine import (
     ShareConfig,
     TenantConfig,
 )
+from kvtier.config.events import EventsConfig
 from kvtier.config.log import LogConfig
 from kvtier.config.pool_service import PoolServiceConfig
 from kvtier.config.tracing import TracingConfig
@@ -42,6 +43,7 @@ _SECTIONS: tuple[type[BaseModel], ...] = (
     PoolServiceConfig,
     LogConfig,
     TracingConfig,
+    EventsConfig,
     TenantConfig,
     ShareConfig,
     RedisShareConfig,

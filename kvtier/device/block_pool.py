@@ -71,6 +71,10 @@ class BlockPool:
         """Blocks that nobody references, cached ones included."""
         return self._num_free
 
+    def __contains__(self, key: BlockKey) -> bool:
+        """Whether a block with this key is on the device."""
+        return key in self._by_key
+
     def match_prefix(self, keys: Sequence[BlockKey]) -> list[int]:
         """Block ids of the leading run of `keys` that is on the device. Takes no reference."""
         ids: list[int] = []

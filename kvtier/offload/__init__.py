@@ -6,7 +6,7 @@
 `Hierarchy` joins both in one process. `Cleaner` keeps the device's cold blocks copied ahead.
 """
 
-from kvtier.offload.changes import ContentChanges
+from kvtier.offload.changes import ContentChanges, runs_of_chains
 from kvtier.offload.cleaner import Cleaner
 from kvtier.offload.directory import Directory
 from kvtier.offload.hierarchy import Hierarchy
@@ -40,4 +40,5 @@ __all__ = [
     "PrefixTokens",
     "PreviousKeys",
     "Replica",
+    "runs_of_chains",
 ]

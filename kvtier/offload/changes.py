@@ -1,6 +1,7 @@
 """Which blocks may have come to a tier or gone from it, for those that tell others what an engine has."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 from kvtier.identity.keys import BlockKey
 
@@ -29,3 +30,39 @@ class ContentChanges:
         """Tier and key of what was noted since the last call."""
         noted, self._noted = self._noted, {}
         return ((tier, key) for tier, keys in noted.items() for key in keys)
+
+
+class ChainedBlock(Protocol):
+    """A block as events describe it."""
+
+    @property
+    def block_hash(self) -> Hashable: ...
+
+    @property
+    def parent_hash(self) -> Hashable | None: ...
+
+    @property
+    def position(self) -> int:
+        """The block's number in its prompt."""
+
+    @property
+    def family(self) -> Hashable:
+        """What all blocks of one event have in common."""
+
+
+_Block = TypeVar("_Block", bound=ChainedBlock)
+
+
+def runs_of_chains(blocks: Iterable[_Block]) -> list[list[_Block]]:
+    """Blocks that follow each other, together. Parents before their children: routers place a block by its parent."""
+    runs: list[list[_Block]] = []
+    open_runs: dict[tuple[Hashable, Hashable], list[_Block]] = {}
+    """Runs that may go on, by what the next block has in common with them."""
+    for block in sorted(blocks, key=lambda each: each.position):
+        run = open_runs.pop((block.family, block.parent_hash), None)
+        if run is None:
+            run = []
+            runs.append(run)
+        run.append(block)
+        open_runs[block.family, block.block_hash] = run
+    return runs

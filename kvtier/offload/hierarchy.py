@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.identity.keys import BlockKey
+from kvtier.offload.changes import ContentChanges
 from kvtier.offload.directory import Directory
 from kvtier.offload.jobs import Block, JobResult
 from kvtier.offload.metrics import HierarchyMetrics
@@ -118,6 +119,14 @@ class Hierarchy:
     def holds(self, key: BlockKey) -> bool:
         """Whether host memory has this block or is just being given it: evicting it from the device loses nothing."""
         return self._directory.holds(key)
+
+    def has(self, tier: str, key: BlockKey) -> bool:
+        """Whether this block can be read in host memory or a local tier, as `Directory.has` says."""
+        return self._directory.has(tier, key)
+
+    def watch(self) -> ContentChanges:
+        """Notes from now on what comes to host memory and local tiers and goes, as `Directory.watch` does."""
+        return self._directory.watch()
 
     def note_eviction(self, key: BlockKey, block_id: int) -> None:
         """`BlockPool`'s spill callback. What was not copied by now is dropped: a step never waits for a copy."""

@@ -18,10 +18,12 @@ from kvtier.device.block_pool import BlockPool
 from kvtier.device.layered_loads import LayeredLoads
 from kvtier.device.pinned_memory import near_node, pins_read_only
 from kvtier.errors import ConfigError
-from kvtier.identity.keys import BlockHasher
+from kvtier.identity.keys import BlockHasher, BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.offload import OTHER_COPIES, Cleaner, Hierarchy, PrefixTokens
 from kvtier.system.process_metrics import describe_process
+from kvtier_engine.events.kv_events import KVEvents
+from kvtier_engine.events.publisher import EventPublisher
 from kvtier_engine.model.arriving_kv import ArrivingKV
 from kvtier_engine.model.cuda_graphs import with_cuda_graphs
 from kvtier_engine.model.devices import device_kv, engine_device, layered_loads, weights_on
@@ -80,6 +82,8 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     if section.cache:
         config.only_tenant()
         require_startable(config, device.type)
+    elif config.events.endpoint is not None:
+        raise ConfigError("events.endpoint: engine.cache is false, so there are no blocks to tell of; leave one out")
     folder = open_model(config.resolve_path(section.model), cache_dir)
     torch.set_num_threads(section.num_threads or len(os.sched_getaffinity(0)))
     dtype = _DTYPES[section.dtype]
@@ -116,7 +120,7 @@ def engine_of(
         hierarchy: Hierarchy | None = None
         cleaner: Cleaner | None = None
         tokens: PrefixTokens | None = None
-        block_pool = BlockPool(kv.num_blocks)
+        block_pool, events = BlockPool(kv.num_blocks), None
         layered: LayeredLoads | None = None
         if section.cache:
             checks_loads = config.verifies_on_device(kv.tensor.device.type)
@@ -144,7 +148,7 @@ def engine_of(
                 )
             )
             hasher, hierarchy, tokens = tiers.hasher, tiers.hierarchy, tiers.metrics.prefix
-            block_pool = BlockPool(kv.num_blocks, on_evict=hierarchy.note_eviction)
+            block_pool, events = _observed(stack, config, kv, hierarchy)
             if tiers.clean_ahead_blocks:
                 cleaner = Cleaner(block_pool, hierarchy, tiers.metrics, depth_blocks=tiers.clean_ahead_blocks)
         cache = PrefixCache(
@@ -164,6 +168,7 @@ def engine_of(
             if section.partial_reuse and section.cache
             else None,
             single_flight=section.order == "cache_aware",
+            events=events,
         )
         settings = SchedulerSettings(
             max_batch_tokens=section.max_batch_tokens, max_running=section.max_running, order=section.order
@@ -179,6 +184,24 @@ def engine_of(
         gc.freeze()
         stack.callback(engine.close)
         yield engine
+
+
+def _observed(
+    stack: contextlib.ExitStack, config: Config, kv: PagedKV, hierarchy: Hierarchy
+) -> tuple[BlockPool, KVEvents | None]:
+    """The block pool, and what tells routers of its blocks and of those below, if anybody listens."""
+    if config.events.endpoint is None:
+        return BlockPool(kv.num_blocks, on_evict=hierarchy.note_eviction), None
+    publisher = EventPublisher(config.events)
+    stack.callback(publisher.close)
+
+    def on_evict(key: BlockKey, block_id: int) -> None:
+        hierarchy.note_eviction(key, block_id)
+        events.note_evicted(key)
+
+    block_pool = BlockPool(kv.num_blocks, on_evict=on_evict)
+    events = KVEvents(publisher, block_pool, kv.tokens_per_block, config.events.hashes, hierarchy=hierarchy)
+    return block_pool, events
 
 
 def _model(section: EngineConfig, config: ModelConfig, weights: LlamaWeights) -> LlamaModel:

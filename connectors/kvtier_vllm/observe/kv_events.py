@@ -4,7 +4,7 @@ As vLLM's own events tell of the device: by vLLM's block hashes, with tokens, fo
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 
 from kvtier.build.tiers import DISK
 from kvtier.identity.keys import BlockKey
-from kvtier.offload import ContentChanges, Directory
+from kvtier.offload import ContentChanges, Directory, runs_of_chains
 from kvtier.offload.messages import HOST
 from kvtier_vllm import compat, request_hashes
 from kvtier_vllm.kv.groups import KVGroups
@@ -53,6 +53,11 @@ class _Block:
     inputs: tuple[Any, ...] | None
     """What the block's hash is made of beside the tokens."""
     origin: _Origin
+
+    @property
+    def family(self) -> tuple[int, _Origin]:
+        """What all blocks of one event have in common."""
+        return self.group, self.origin
 
 
 class KVEvents:
@@ -134,7 +139,7 @@ class KVEvents:
         if self._kv is None or self._directory is None:
             return []
         gone: dict[tuple[str, int], list[ExternalBlockHash]] = {}
-        come: list[tuple[str, _Block]] = []
+        come: dict[str, list[_Block]] = {}
         before, self._device_cache = self._device_cache, compat.device_cache(self._kv)
         if before is not self._device_cache:  # vLLM's reset event names no medium: listeners may forget ours, too
             for tier, told in self._told.items():
@@ -147,7 +152,7 @@ class KVEvents:
             block = self._here.get(key) or self._coming.get(key)
             if is_there and block is not None and key not in told:
                 told[key] = block.group, block.block_hash
-                come.append((tier, block))
+                come.setdefault(tier, []).append(block)
             elif not is_there and key in told:
                 group, block_hash = told.pop(key)
                 gone.setdefault((tier, group), []).append(block_hash)
@@ -156,7 +161,7 @@ class KVEvents:
                 new[key] = old.pop(key)
         self._sweep(self._directory)
         removed = [self._removed(tier, group, hashes) for (tier, group), hashes in gone.items()]
-        return [*removed, *(self._stored(tier, run) for tier, run in _runs(come))]
+        return [*removed, *(self._stored(tier, run) for tier, blocks in come.items() for run in runs_of_chains(blocks))]
 
     def _sweep(self, directory: Directory) -> None:
         """Forgets blocks that do not come: so what is remembered is bounded by what the tiers and the device hold."""
@@ -187,18 +192,3 @@ class KVEvents:
     def _removed(self, tier: str, group: int, hashes: list[ExternalBlockHash]) -> BlockRemoved:
         place = _PLACES[tier]
         return BlockRemoved(block_hashes=hashes, medium=place.medium, group_idx=group, locality=place.locality)
-
-
-def _runs(come: Iterable[tuple[str, _Block]]) -> list[tuple[str, list[_Block]]]:
-    """Blocks that follow each other, together. Parents before their children: routers place a block by its parent."""
-    runs: list[tuple[str, list[_Block]]] = []
-    open_runs: dict[tuple[Any, ...], list[_Block]] = {}
-    """Runs that may go on, by what the next block has in common with them."""
-    for tier, block in sorted(come, key=lambda each: each[1].position):
-        run = open_runs.pop((tier, block.group, block.origin, block.parent_hash), None)
-        if run is None:
-            run = []
-            runs.append((tier, run))
-        run.append(block)
-        open_runs[tier, block.group, block.origin, block.block_hash] = run
-    return runs

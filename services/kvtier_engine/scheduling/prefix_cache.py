@@ -12,13 +12,14 @@ from kvtier.device.block_pool import BlockPool
 from kvtier.identity.keys import BlockKey
 from kvtier.offload import Block, Cleaner, Hierarchy, JobResult
 from kvtier.system.tracing import NO_CONTEXT, tracing
+from kvtier_engine.events.kv_events import DEVICE, KVEvents
 from kvtier_engine.scheduling.copy_on_write import CopyOnWrite, CopyTokens
 from kvtier_engine.scheduling.fetch_planning import FetchPlanning, within_stage
 from kvtier_engine.scheduling.partial_reuse import PartialHit, PartialReuse, Unknown
 from kvtier_engine.scheduling.request import Request
 from kvtier_engine.scheduling.single_flight import SingleFlight
 
-DEVICE = "device"
+__all__ = ["DEVICE", "Admission", "PrefixCache"]
 
 
 class Admission(enum.Enum):
@@ -66,6 +67,7 @@ class PrefixCache:
         planning: FetchPlanning | None = None,
         partial_reuse: PartialReuse | None = None,
         single_flight: bool = False,
+        events: KVEvents | None = None,
     ) -> None:
         """
         :param hierarchy: the tiers below; None keeps blocks on the device only. Stays the caller's.
@@ -75,6 +77,7 @@ class PrefixCache:
         :param planning: of the same hierarchy; None plans with defaults.
         :param partial_reuse: of the same block pool and hierarchy; None reuses whole blocks only.
         :param single_flight: whether requests wait for blocks that another one is computing.
+        :param events: of the same block pool and hierarchy; None tells nobody what is where.
         """
         self.tokens_per_block = tokens_per_block
         self._block_pool, self._hierarchy, self._cleaner = block_pool, hierarchy, cleaner
@@ -82,6 +85,7 @@ class PrefixCache:
         self._planning = planning or (FetchPlanning(hierarchy, tokens_per_block) if hierarchy is not None else None)
         self._partial_reuse, self._copy_tokens = partial_reuse, copy_tokens
         self._copy_on_write = CopyOnWrite(block_pool, tokens_per_block, copy_tokens)
+        self._events = events
         self._computing = SingleFlight() if single_flight else None
         self._loads: dict[int, _Load] = {}
         """The loads under way, by job."""
@@ -229,20 +233,20 @@ class PrefixCache:
             self._hierarchy.note_computed(num_prompt_tokens / self.tokens_per_block, seconds)
 
     def end_step(self) -> None:
-        """Sends what was published down, and keeps the cold end of the free queue copied.
+        """Sends what was published down, keeps the cold end of the free queue copied, and tells what is where now.
 
         What was published goes in one batch, and what is of traced requests in one for each of them.
         The blocks are referenced until they are copied, so that nobody writes to them meanwhile.
         """
-        if self._hierarchy is None:
-            self._unsaved.clear()
-            return
-        for trace, blocks in self._unsaved.items():
-            with tracing.within(trace):
-                self._hold(self._hierarchy.save_full(blocks), blocks)
+        if self._hierarchy is not None:
+            for trace, blocks in self._unsaved.items():
+                with tracing.within(trace):
+                    self._hold(self._hierarchy.save_full(blocks), blocks)
         self._unsaved.clear()
         if self._cleaner is not None:
             self._cleaner.step()
+        if self._events is not None:
+            self._events.publish()
 
     def poll(self) -> list[Request]:
         """Takes in what the hierarchy has finished; returns the requests whose loads are over."""
@@ -296,6 +300,8 @@ class PrefixCache:
             self._partial_reuse.reset()
         if self._hierarchy is not None:
             self._hierarchy.reset()
+        if self._events is not None:
+            self._events.note_reset()
         return self._block_pool.reset()
 
     def _hold(self, save_id: int | None, blocks: list[Block]) -> None:
@@ -336,6 +342,8 @@ class PrefixCache:
             self._computing.done(request.keys[blocks.start : blocks.stop])
         if self._partial_reuse is not None:
             self._partial_reuse.note_full(request, blocks)
+        if self._events is not None:
+            self._events.note_full(request.keys, request.tokens, blocks)
 
     def _end_load(self, result: JobResult) -> Request:
         """Blocks before the first failed one are hits; the rest is computed, what arrived of it too."""

@@ -1,0 +1,1 @@
+"""KV events: what routers are told of the blocks that this engine has."""
