@@ -25,7 +25,7 @@ _ZEROS = bytes(-(-LEAST_BYTES // WORD_BYTES) * WORD_BYTES)
 """The prefix of blocks that are compared with host memory: with it, none is too short for the device."""
 
 _BYTES_AT_A_TIME, _BLOCKS_AT_A_TIME = 64 << 20, 128
-"""The most of blocks whose checksums are computed together. A sixteenth of it is taken beside an engine's KV meanwhile."""
+"""The most that checksums are computed of at a time. A sixteenth of it is taken beside an engine's KV meanwhile."""
 
 Slots = Sequence[int] | npt.NDArray[np.int64]
 
