@@ -98,11 +98,14 @@ def test_time_to_first_token_in_tiny_size() -> None:
 
 
 def test_parts_of_the_way_from_the_pool_are_switched_off() -> None:
-    cases = {case.name: case for case in part_ttft.switches(tiny())}
-    lent = {name: case.figures["lent"] for name, case in cases.items()}
-    assert lent.keys() == {"as configured by default", "without direct reads", "without the tier process"}
+    cases = list(part_ttft.switches(tiny()))
+    lent = {case.name: case.figures["lent"] for case in cases if case.op.endswith("the pool")}
+    others = {"verified on the host", "without direct reads", "without the tier process"}
+    assert lent.keys() == {"as configured by default"} | others
     assert [lent[name] for name in ("without direct reads", "without the tier process")] == [0.0, 0.0]
-    assert {case.floor for case in cases.values()} == {"as configured by default"}
+    from_host = [case.name for case in cases if case.op.endswith("host memory")]
+    assert from_host == ["as configured by default", "not by layer"]
+    assert {case.floor for case in cases} == {"as configured by default"}
 
 
 @pytest.mark.parametrize("measure", [part_prefill.measure, part_decode.plain])

@@ -46,8 +46,12 @@ class Copy:
 class TimedKV:
     """`DeviceKV` that takes the time Python takes, and notes when copies were done."""
 
-    def __init__(self, inner: DeviceKV, timeline: Timeline, speeds: Speeds, fences: Fences) -> None:
+    def __init__(
+        self, inner: DeviceKV, timeline: Timeline, speeds: Speeds, fences: Fences, *, num_at_a_time: int
+    ) -> None:
+        """:param num_at_a_time: how many copies of one kind run at a time."""
         self._inner, self._timeline, self._speeds, self._fences = inner, timeline, speeds, fences
+        self._num_at_a_time = num_at_a_time
         self.copies: list[Copy] = []
         """The copies until now. The movers' threads add to it, one at a time."""
 
@@ -93,9 +97,10 @@ class TimedKV:
         return self._note(lambda: self._inner.scatter_all(sources, after=self._fence(after)), num_blocks)
 
     def gb_per_s(self) -> float:
-        """The speed of all copies until now, from the first one's end on, since the first one waits for the engine."""
-        first, *others = self.copies
-        seconds = max(copy.end_s for copy in others) - first.end_s
+        """The speed of all copies until now, from the end of the first ones, which ran at a time: they waited for the
+        engine."""
+        others = self.copies[self._num_at_a_time :]
+        seconds = max(copy.end_s for copy in others) - self.copies[self._num_at_a_time - 1].end_s
         return sum(copy.num_blocks for copy in others) * self.block_bytes / seconds / 1e9
 
     def attach(self, memory: SlotMemory) -> bool:

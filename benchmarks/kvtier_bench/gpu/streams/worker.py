@@ -21,6 +21,7 @@ from kvtier.offload import (
     Mover,
     MoverTiers,
 )
+from kvtier.offload import loads as loads_module
 from kvtier.offload.messages import Loaded
 from kvtier.offload.mover import threads as mover_threads
 from kvtier.tiers.host.tier import HostTier
@@ -134,8 +135,10 @@ def worker(
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(acting_movers(timeline, lambda: _START_S))
-        if fences is Fences.AT_ITS_TURN:  # loads from host memory had one thread then
+        if fences is Fences.AT_ITS_TURN:  # copies from and to host memory had one thread then, and loans one size
             stack.enter_context(mock.patch.object(mover_threads, "_HOST_LOADS", 1))
+            stack.enter_context(mock.patch.object(mover_threads, "_SAVES", 1))
+            stack.enter_context(mock.patch.object(loads_module, "_MANY_LOANS", num_blocks))
         stack.enter_context(simulated_launches(cuda))
         stack.enter_context(timeline.acting())
         stack.enter_context(cuda.device(None))
@@ -149,7 +152,8 @@ def worker(
         )
         stack.callback(kv.close)
         cuda.moves_bytes = False  # from now on: the driver was tried out before
-        device, arena = TimedKV(kv, timeline, speeds, fences), ReservedArena(num_slots, block_bytes)
+        device = TimedKV(kv, timeline, speeds, fences, num_at_a_time=mover_threads._SAVES)
+        arena = ReservedArena(num_slots, block_bytes)
         device.attach(arena)
         pool = HostTier(2**22, slab_bytes=2**16, name=POOL)
         stack.callback(pool.close)
