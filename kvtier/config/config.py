@@ -66,6 +66,8 @@ class Config(Section):
     _environ: Mapping[str, str] = PrivateAttr(default_factory=dict)
     _file: Path | None = PrivateAttr(None)
     """What it was loaded from. The private fields are set by `kvtier.config.parsing` before anybody has it."""
+    _secrets: dict[str, str] = PrivateAttr(default_factory=dict)
+    """What `_resolve` has read, by reference: a file is read once, for it may be a pipe."""
 
     def engine_tenants(self) -> list[str]:
         """The tenants that this engine serves: its own one first, if it has one, then those that a gateway may name."""
@@ -319,6 +321,8 @@ class Config(Section):
         return None if path is None else self.resolve_path(path)
 
     def _resolve(self, key: str, reference: str) -> str:
+        if reference in self._secrets:
+            return self._secrets[reference]
         scheme, _, name = reference.partition(":")
         if scheme == "env":
             value = self._environ.get(name, "").strip()
@@ -334,6 +338,7 @@ class Config(Section):
             raise self._error(key, 'use "env:NAME" or "file:PATH": secrets do not belong into the file itself')
         if not value:
             raise self._error(key, remedy)
+        self._secrets[reference] = value
         return value
 
     def _error(self, key: str, text: str) -> ConfigError:

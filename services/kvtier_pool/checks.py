@@ -38,6 +38,12 @@ def pool_findings(config: Config) -> Iterable[Finding]:
         lambda: require_protected(config),
         lambda: config.storage_seals(config.tenants),
     )
+    yield from setting_findings(config)
+
+
+def setting_findings(config: Config) -> Iterable[Finding]:
+    """What there is to say of a pool's settings alone. It reads no secret: a pool that starts does that when it has
+    begun to watch the files."""
     yield from _http(config)
     yield from _memory(config)
     yield from _disk(config)

@@ -23,7 +23,7 @@ from kvtier.system.logs import set_up_logs
 from kvtier.system.open_files import raise_open_files_limit
 from kvtier.system.private_process import make_process_private
 from kvtier.system.process_metrics import leave_out_creation_times
-from kvtier_pool.checks import pool_findings
+from kvtier_pool.checks import setting_findings
 from kvtier_pool.operator_server import OperatorServer
 from kvtier_pool.operator_verbs import OperatorVerbs
 from kvtier_pool.reloading import Reloader
@@ -111,7 +111,7 @@ def serve(
     given = {name: value for name, value in flags.items() if value is not None}
     merged = with_log_options(configured(config, given, tenant or []), log_level, log_format)
     set_up_logs(merged.log.level, merged.log.format)
-    log_warnings(_log, pool_findings(merged))
+    log_warnings(_log, setting_findings(merged))
     with exporting_spans(merged, "kvtier-pool"):
         run(merged, lambda: configured(config, given, tenant or []))
 

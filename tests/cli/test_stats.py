@@ -206,7 +206,8 @@ def test_a_completion_counts() -> None:
     EngineMetrics(registry).count(
         Completion(
             token_ids=(1, 2), finish_reason="length", num_prompt_tokens=10, cached_by_tier={"host": 4}, ttft_s=0.5
-        )
+        ),
+        num_answer_tokens=2,
     )
     facts = facts_of(page_of(registry))
     assert facts is not None
