@@ -20,10 +20,11 @@ lint: .venv/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Two files at a time, each on a core of its own: threads of two models that wait for each other in loops take for ever.
+# Three files at a time: tests wait for processes a third of their time. What computes has one thread: threads of two models
+# that wait for each other in loops take for ever.
 unit: .venv/dev.stamp
 	KVTIER__ENGINE__NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+		$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # The kernels under the oldest Triton that may be beside them, which is that of many machines with a GPU: interpreted, and
 # compiled ahead of time. About 4 minutes.

@@ -118,20 +118,22 @@ class AuditLog:
         self.note(event, **fields)
 
     def _run(self) -> None:
-        while True:
+        is_over = False
+        while not is_over:
             try:
-                line = self._lines.get(timeout=_TICK_S)
+                waiting = [self._lines.get(timeout=_TICK_S)]
             except queue.Empty:
-                line = ""
-            if line:
-                self._write(line)
-            self._sum_up(everything=line is None)
-            if line is None:
-                while not self._lines.empty():
-                    self._write(self._lines.get_nowait() or "")
-                with contextlib.suppress(OSError):  # what the medium had refused is refused again
-                    self._handler.close()
-                return
+                waiting = []
+            # All that was noted comes before what has repeated since.
+            waiting += [self._lines.get_nowait() for _ in range(self._lines.qsize())]
+            is_over = None in waiting
+            for line in waiting:
+                self._write(line or "")
+            self._sum_up(everything=is_over)
+        while not self._lines.empty():
+            self._write(self._lines.get_nowait() or "")
+        with contextlib.suppress(OSError):  # what the medium had refused is refused again
+            self._handler.close()
 
     def _sum_up(self, *, everything: bool) -> None:
         """Writes what has repeated in windows that are over."""
