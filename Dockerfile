@@ -15,7 +15,8 @@ RUN python -m venv --without-pip /opt/kvtier
 COPY deploy/locks /build/locks
 RUN pip --python /opt/kvtier/bin/python install --no-compile --only-binary :all: --require-hashes \
         -r /build/locks/pool${KVTIER_EXTRAS:+-$KVTIER_EXTRAS}.txt \
-    && find /opt/kvtier -type d -name tests -prune -exec rm -r {} +
+    && find /opt/kvtier -type d -name tests -prune -exec rm -r {} + \
+    && find /opt/kvtier -name '*.pyi' -delete
 RUN pip install --no-compile --only-binary :all: --require-hashes --target /build/backend -r /build/locks/build.txt
 
 FROM dependencies AS build
