@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-from kvtier.device.kv import Blocks, DeviceKV, Fence, MemoryUse
-from kvtier.errors import InvalidInputError
+from kvtier.device.kv import Blocks, DeviceKV, Fence, HostKV, MemoryUse
 from kvtier.memory.arena import Arena
 from kvtier.memory.slot_memory import SlotMemory
 
 
-class GroupedKV:
+class GroupedKV(HostKV):
     """`DeviceKV` over those of all groups. A slot's group is its number divided by that of blocks."""
 
     def __init__(self, groups: Sequence[DeviceKV]) -> None:
@@ -53,16 +52,6 @@ class GroupedKV:
             if theirs:
                 waited_s += group.scatter_all(theirs, after=after)
         return waited_s
-
-    def begin_verifying(self) -> bool:
-        """False: blocks of a smaller group end with zeros that are in host memory alone."""
-        return False
-
-    def wrong_blocks(
-        self, device_slots: Sequence[int], prefixes: Sequence[bytes], checksums: Sequence[int]
-    ) -> list[int]:
-        """Raises `InvalidInputError`: blocks are verified before they come here."""
-        raise InvalidInputError(f"{len(device_slots)} blocks to verify on a device that does not")
 
     @property
     def memory_use(self) -> MemoryUse:

@@ -152,8 +152,9 @@ def check_slots(device: DeviceKV, blocks: Blocks) -> None:
 class HostKV(DeviceKV):
     """What KV in the host's own memory has in common: no queue behind the engine's thread, and nothing pinned."""
 
-    def fence(self) -> None:
+    def fence(self) -> Fence | None:
         """None: the engine's thread itself reads and writes this memory."""
+        return None
 
     def scatter(
         self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None

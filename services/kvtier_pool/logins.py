@@ -116,7 +116,7 @@ class Logins:
                 late.release()
 
     def not_understood(self, door: str, peer: str, error: Exception) -> None:
-        """See `Door.not_understood`."""
+        """Notes, logs and counts that a peer's connection to this door was refused before it could log in."""
         reason = "tls" if isinstance(error, TlsError) else "protocol"
         self._metrics.strangers_refused.labels(door, reason).inc()
         self._strangers.note(peer, error)

@@ -18,7 +18,7 @@ from pool_rig import WAIT_S, running_pool, until
 from tls_rig import Site
 
 COUNTER = "kvtier_pool_strangers_refused_total"
-"""Of its samples: block and protocol, block and TLS, HTTP and protocol, HTTP and TLS."""
+"""It has four samples: block and protocol, block and TLS, HTTP and protocol, HTTP and TLS."""
 LOGGER = "kvtier_pool.strangers"
 
 

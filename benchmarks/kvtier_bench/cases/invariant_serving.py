@@ -36,7 +36,7 @@ class WatchedModel(LlamaModel):
         super().__init__(config, *args, **settings)
         self.config = config
         self._rows: list[tuple[int, int, Tensor]] = []
-        """Of the last step: a chunk's end, its last token, and what follows it."""
+        """The end of each chunk of the last step, its last token, and the logits of what follows it."""
 
     def forward(self, chunks: Sequence[Chunk], kv: PagedKV) -> Tensor:
         logits = super().forward(chunks, kv)

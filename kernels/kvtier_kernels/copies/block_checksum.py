@@ -165,7 +165,7 @@ def _load_words(paged, part_offsets, block_start, word, part_words, parts_begin,
 
 @triton.jit
 def _products(data, keys):
-    """Of the halves of each word with its key, int64."""
+    """The products of the halves of each word with its key, int64."""
     keyed = (data ^ keys).to(tl.uint64, bitcast=True)
     return ((keyed & 0xFFFFFFFF) * (keyed >> 32)).to(tl.int64, bitcast=True)
 

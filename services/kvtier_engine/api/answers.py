@@ -54,7 +54,7 @@ class AnswerFormat:
         self._logprobs = [_logprobs(spelling, chat=chat) for _ in range(num_choices)] if spelling is not None else None
         self._num_choices = num_choices
         self._ended: list[Completion] = []
-        """Of the choices that a stream has told the end of."""
+        """The completions of the choices that a stream has told the end of."""
         self._common = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
             "created": int(time.time()),

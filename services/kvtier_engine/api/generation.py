@@ -49,7 +49,7 @@ class _Answer:
     def __init__(self, text: AnswerText) -> None:
         self.text = text
         self._logprobs: list[tuple[int, Logprobs]] = []
-        """Of tokens of which there is no text yet."""
+        """The log probabilities of tokens of which there is no text yet."""
 
     def feed(self, tokens: Sequence[NewToken]) -> str:
         num_before = self.text.num_tokens

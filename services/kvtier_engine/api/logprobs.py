@@ -18,13 +18,13 @@ class Spelling(Protocol):
 
 
 class ChatLogprobs:
-    """Those of one chat answer: `choices[].logprobs`. Tokens that are no text are left out."""
+    """The log probabilities of one chat answer: `choices[].logprobs`. Tokens that are no text are left out."""
 
     def __init__(self, spelling: Spelling) -> None:
         self._spelling = spelling
 
     def next(self, tokens: Sequence[tuple[int, Logprobs]]) -> dict[str, Any]:
-        """Of the tokens that follow those of the last call."""
+        """The entries of the tokens that follow those of the last call."""
         content = [
             self._entry(token_id, logprobs.of_token) | {"top_logprobs": [self._entry(*each) for each in logprobs.top]}
             for token_id, logprobs in tokens
@@ -38,7 +38,8 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """Those of one completion: four lists with an entry for each token. Tokens that are no text are left out."""
+    """The log probabilities of one completion: four lists with an entry for each token. Tokens that are no text are not
+    in them."""
 
     def __init__(self, spelling: Spelling) -> None:
         self._spelling, self._detokenizer = spelling, spelling.detokenizer()
@@ -46,7 +47,7 @@ class CompletionLogprobs:
         """Characters of the answer before the next token."""
 
     def next(self, tokens: Sequence[tuple[int, Logprobs]]) -> dict[str, Any]:
-        """Of the tokens that follow those of the last call."""
+        """The entries of the tokens that follow those of the last call."""
         lists: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, logprobs in tokens:
             if self._spelling.is_special(token_id):

@@ -51,7 +51,7 @@ class EventPublisher:
         self._kept: OrderedDict[int, bytes] = OrderedDict()
         """What can be replayed, by number. Publisher's thread only, as are `_askers` and the sockets but `_outbox`."""
         self._askers: dict[bytes, int] = {}
-        """Who wants batches again, and the next one for each."""
+        """The number of the next batch for each listener that wants batches again, by its identity."""
         try:
             self._inbox, self._outbox = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
             # The waiting batches are half here, half there.

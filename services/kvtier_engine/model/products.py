@@ -88,7 +88,7 @@ Rows need no transposition; with AMX in bfloat16, 33 to 300 of them have other b
 _FEW_TOKENS = 256
 """Up to so many, one tile takes them all."""
 _MOST_PADDING = 1 / 4
-"""Of a tile of more tokens than that, the part that may be padding: to transpose takes longer."""
+"""The part of a tile of more tokens than that which may be padding: to transpose takes longer."""
 _MAX_DRAWN = 256
 """Rows of a probe that are drawn; more repeat them."""
 

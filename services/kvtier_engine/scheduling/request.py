@@ -112,7 +112,7 @@ class Completion:
     branch: int = 0
     """The index of the answer."""
     logprobs: tuple[Logprobs, ...] = ()
-    """Of each new token; empty when nobody asked for them."""
+    """The log probabilities of each new token; empty when nobody asked for them."""
 
     def attributes(self) -> dict[str, str | int]:
         """What a trace says of the request."""
@@ -162,7 +162,7 @@ class Unfinished:
     """What the branches of a request have in common while some go on. Scheduler thread only."""
 
     num_branches: int
-    """Those that have not ended."""
+    """The number of branches that have not ended."""
     num_answer_tokens: int = 0
     """Tokens of those that have."""
 

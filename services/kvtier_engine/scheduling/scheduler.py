@@ -248,7 +248,8 @@ class Scheduler:
                 return
 
     def _compute(self, plan: list[tuple[Request, int]]) -> list[Request]:
-        """Those for which a token was sampled: then the host has waited until the device had computed the step."""
+        """Returns the requests for which a token was sampled: then the host has waited until the device had computed
+        the step."""
         chunks = [
             Chunk(request.tokens[request.num_computed :][:num_tokens], request.num_computed, request.block_ids)
             for request, num_tokens in plan
