@@ -168,6 +168,34 @@ def test_a_row_that_is_left_over_is_not_computed_alone(monkeypatch: pytest.Monke
     assert not attention_cpu_tiles.rows_are_alike(3, 1, 16, torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_few_queries_have_the_bits_of_many_in_all_tiles(dtype: torch.dtype) -> None:
+    """In tiles that are attended with all keys before them in one call, and in those that are merged."""
+    generator, num_keys = torch.Generator().manual_seed(4), 1100
+    keys, values = (
+        torch.randn((3, attention_cpu_tiles.padded_keys(num_keys), 64), generator=generator).to(dtype) for _ in range(2)
+    )
+    keys[:, num_keys:] = values[:, num_keys:] = 0
+    query = torch.randn((num_keys, 9, 64), generator=generator).to(dtype)
+    whole = torch.empty_like(query)
+    attention_cpu_tiles.attend_in_tiles(query, keys, values, 0.125, num_keys, whole)
+    for start, stop in (
+        (0, 1),
+        (255, 257),
+        (299, 300),
+        (700, 760),
+        (1000, 1040),
+        (1023, 1024),
+        (1024, 1025),
+        (1090, 1100),
+    ):
+        room, some = attention_cpu_tiles.padded_keys(stop), torch.empty((stop - start, 9, 64), dtype=dtype)
+        mine = (of[:, :room].clone() for of in (keys, values))
+        seen, attended = (of.index_fill_(1, torch.arange(stop, room), 0) for of in mine)
+        attention_cpu_tiles.attend_in_tiles(query[start:stop], seen, attended, 0.125, stop, some)
+        assert torch.equal(some, whole[start:stop]), (start, stop)
+
+
 def test_namespaces_tell_arithmetics_apart(medium: tuple[ModelConfig, LlamaModel]) -> None:
     config, model = medium
     fingerprint = arithmetic_fingerprint(model, config, torch.bfloat16)

@@ -1,8 +1,9 @@
 """Attention on CPU of which a query's bits depend on its own keys alone.
 
-Keys are cut into tiles at fixed positions. A query meets all tiles before its own without a mask, and then its own,
-which is always of full size, with one; the two states are merged. How many keys are in each follows from the query's
-position, not from what is cached or computed beside it. Torch's fused attention goes through keys in a fixed order;
+Keys are cut into tiles at fixed positions. A query meets all tiles up to its own, which is always of full size, in one
+call with a mask; behind the first tiles, it meets those before its own without a mask, then its own with one, and the
+two states are merged. How many keys are in each call follows from the query's position, not from what is cached or
+computed beside it. Torch's fused attention goes through keys in a fixed order;
 `rows_are_alike` says whether it gives a row the same bits whatever the number of rows.
 """
 
@@ -14,6 +15,9 @@ from torch import Tensor
 
 TILE_KEYS = 256
 """Large: decodes go through more padding. Small: a prefill is cut into more parts."""
+_MERGED_FROM = 4 * TILE_KEYS
+"""Queries of tiles from here on attend the keys before their tile in a call of its own, and the two are merged: a mask
+over all keys would take longer. Before it, one call does, which saves most where few queries are computed."""
 _FLOAT32_ROWS = 64
 """Float32 rows are padded to a multiple of this."""
 _SPLIT_ROWS = 32
@@ -37,17 +41,17 @@ def rows_are_alike(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torc
     a tenth of a second for a small model, and up to a second for one of 32 heads of 128.
     """
     group = num_heads // num_kv_heads
-    num_rows, own = TILE_KEYS * group, slice(0, TILE_KEYS)
-    mask = _causal_mask(dtype, group)
+    num_rows, own, all_keys = TILE_KEYS * group, slice(0, TILE_KEYS), slice(0, 3 * TILE_KEYS)
+    of_own, of_all = (_causal_mask(dtype, group, before) for before in (0, 2 * TILE_KEYS))
     counts = {*range(1, 2 * _SPLIT_ROWS + 2), 191 // group, -(-192 // group), TILE_KEYS // 2} & set(range(TILE_KEYS))
     for rows, keys, values, scale in _telling(num_kv_heads, num_rows, head_dim, dtype):
-        seen, causal = _attend(rows, keys, values, scale), _attend(rows, keys[:, own], values[:, own], scale, mask)
-        for some in (slice(num_rows - count * group, num_rows) for count in counts):
-            again = _attend(rows[:, some].contiguous(), keys, values, scale)
-            again_causal = _attend(rows[:, some].contiguous(), keys[:, own], values[:, own], scale, mask[some])
-            pairs = (*zip(seen, again, strict=True), *zip(causal, again_causal, strict=True))
-            if not all(torch.equal(whole[:, some], part) for whole, part in pairs):
-                return False
+        for span, mask in ((all_keys, None), (own, of_own), (all_keys, of_all)):
+            whole = _attend(rows, keys[:, span], values[:, span], scale, mask)
+            for some in (slice(num_rows - count * group, num_rows) for count in counts):
+                of_some = None if mask is None else mask[some]
+                parts = _attend(rows[:, some].contiguous(), keys[:, span], values[:, span], scale, of_some)
+                if not all(torch.equal(of[:, some], part) for of, part in zip(whole, parts, strict=True)):
+                    return False
     return True
 
 
@@ -90,10 +94,13 @@ def attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, scale: float, n
         first, last = max(tile, before), min(tile + TILE_KEYS, num_keys)
         here = slice(first - before, last - before)
         rows = grouped[:, here].flatten(1, 2).contiguous()
-        mask = _causal_mask(query.dtype, group)[(first - tile) * group : (last - tile) * group]
-        own = slice(tile, tile + TILE_KEYS)
-        state = _attend(rows, keys[:, own], values[:, own], scale, mask)
-        if tile:
+        places, own = slice((first - tile) * group, (last - tile) * group), slice(tile, tile + TILE_KEYS)
+        if tile < _MERGED_FROM:
+            mask = _causal_mask(query.dtype, group, tile)[places]
+            state = _attend(rows, keys[:, : own.stop], values[:, : own.stop], scale, mask)
+        else:
+            mask = _causal_mask(query.dtype, group)[places]
+            state = _attend(rows, keys[:, own], values[:, own], scale, mask)
             state = _merge(_attend(rows, keys[:, :tile], values[:, :tile], scale), state)
         attended[:, here] = state[0].view(num_kv_heads, last - first, group, head_dim)
         lse[:, here] = state[1].view(num_kv_heads, last - first, group)
@@ -138,8 +145,9 @@ def _merge(seen: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]) -> tuple[Ten
 
 
 @functools.lru_cache(maxsize=8)
-def _causal_mask(dtype: torch.dtype, group: int) -> Tensor:
-    """`[TILE_KEYS * group, TILE_KEYS]`, what is added to scores within a tile: a row for each query and head."""
-    unseen = torch.ones((TILE_KEYS, TILE_KEYS), dtype=torch.bool).triu_(1)
+def _causal_mask(dtype: torch.dtype, group: int, before: int = 0) -> Tensor:
+    """What is added to scores of a tile behind so many keys: `[TILE_KEYS * group, before + TILE_KEYS]`, a row for each
+    query and head."""
+    unseen = torch.ones((TILE_KEYS, before + TILE_KEYS), dtype=torch.bool).triu_(before + 1)
     mask = torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, float("-inf"))
     return mask.repeat_interleave(group, dim=0)

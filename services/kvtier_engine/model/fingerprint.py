@@ -10,6 +10,8 @@ from kvtier_engine.model.paged_kv import allocate_kv
 
 _NUM_TOKENS = 32
 _STRIDE = 7919
+_ARITHMETIC = b"kvtier.arithmetic.2"
+"""Another one where the same tokens get other bits in ways that this short prompt does not show."""
 
 
 def arithmetic_fingerprint(model: LlamaModel, config: ModelConfig, dtype: torch.dtype) -> str:
@@ -21,4 +23,4 @@ def arithmetic_fingerprint(model: LlamaModel, config: ModelConfig, dtype: torch.
     """
     kv = allocate_kv(config, 1, _NUM_TOKENS, dtype)
     model.forward([Chunk([index * _STRIDE % config.vocab_size for index in range(_NUM_TOKENS)], 0, [0])], kv)
-    return hashlib.sha256(kv.byte_rows().numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(_ARITHMETIC + kv.byte_rows().numpy().tobytes()).hexdigest()[:16]
