@@ -1,6 +1,7 @@
 """A batch invariant model: the same bits, however a sequence is cut into chunks, and whatever is computed beside it."""
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.paged_kv import allocate_kv, kv_namespace
 from kvtier_engine.model.products import BASE, InvariantProducts
 from kvtier_kernels import AttentionBatch, Scoring, paged_attention
-from kvtier_kernels.attention import attention_cpu_tiles
+from kvtier_kernels.attention import attention_cpu_tiles, attention_cpu_trial
 from kvtier_kernels.attention.paged_attention import plan_with_triton
 
 Result = tuple[dict[int, Tensor], Tensor]
@@ -163,37 +164,42 @@ def test_a_row_that_is_left_over_is_not_computed_alone(monkeypatch: pytest.Monke
         return out, lse
 
     monkeypatch.setattr(attention_cpu_tiles, "_fused_attention", summed_otherwise)
-    assert attention_cpu_tiles.rows_are_alike(3, 1, 16, torch.bfloat16)
+    assert attention_cpu_trial.rows_are_alike(3, 1, 16, torch.bfloat16)
     monkeypatch.setattr(attention_cpu_tiles, "_padding", lambda rows: 0)
-    assert not attention_cpu_tiles.rows_are_alike(3, 1, 16, torch.bfloat16)
+    assert not attention_cpu_trial.rows_are_alike(3, 1, 16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_few_queries_have_the_bits_of_many_in_all_tiles(dtype: torch.dtype) -> None:
     """In tiles that are attended with all keys before them in one call, and in those that are merged."""
-    generator, num_keys = torch.Generator().manual_seed(4), 1100
-    keys, values = (
-        torch.randn((3, attention_cpu_tiles.padded_keys(num_keys), 64), generator=generator).to(dtype) for _ in range(2)
-    )
-    keys[:, num_keys:] = values[:, num_keys:] = 0
+    generator, num_keys, tokens_per_block = torch.Generator().manual_seed(4), 1100, 24
+    num_blocks = -(-num_keys // tokens_per_block)
+    kv_layer = torch.randn((num_blocks, 2, tokens_per_block, 3, 64), generator=generator).to(dtype)
     query = torch.randn((num_keys, 9, 64), generator=generator).to(dtype)
-    whole = torch.empty_like(query)
-    attention_cpu_tiles.attend_in_tiles(query, keys, values, 0.125, num_keys, whole)
-    for start, stop in (
-        (0, 1),
-        (255, 257),
-        (299, 300),
-        (700, 760),
-        (1000, 1040),
-        (1023, 1024),
-        (1024, 1025),
-        (1090, 1100),
-    ):
-        room, some = attention_cpu_tiles.padded_keys(stop), torch.empty((stop - start, 9, 64), dtype=dtype)
-        mine = (of[:, :room].clone() for of in (keys, values))
-        seen, attended = (of.index_fill_(1, torch.arange(stop, room), 0) for of in mine)
-        attention_cpu_tiles.attend_in_tiles(query[start:stop], seen, attended, 0.125, stop, some)
-        assert torch.equal(some, whole[start:stop]), (start, stop)
+
+    def attended(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Of queries `first` to `stop` of each span, each a sequence, whose memory behind them is not KV."""
+        kv, tables = [], torch.full((len(spans), num_blocks + 1), -1)
+        for seq, (_, stop) in enumerate(spans):
+            of = kv_layer[: -(-stop // tokens_per_block)].clone()
+            of[-1, :, (stop - 1) % tokens_per_block + 1 :] = math.nan
+            tables[seq, : len(of)] = torch.arange(len(of)) + sum(map(len, kv))
+            kv.append(of)
+        starts = torch.tensor([0, *itertools.accumulate(stop - first for first, stop in spans)])
+        lens = torch.tensor([stop for _, stop in spans])
+        batch = AttentionBatch(tables, starts, lens, scale=0.125, invariant=True)
+        rows = torch.cat([query[first:stop] for first, stop in spans])
+        lse = torch.empty(rows.shape[:2])
+        return paged_attention(rows, torch.cat(kv), batch, lse=lse), lse
+
+    out, lse = attended([(0, num_keys)])
+    alone = [(0, 1), (255, 257), (299, 300), (700, 760), (1000, 1040), (1023, 1024), (1024, 1025), (1090, 1100)]
+    together = [(255, 256), (299, 300), (300, 301), (510, 514), (511, 512), (1024, 1025), (1099, 1100)]
+    for spans in (*([span] for span in alone), together):
+        of = torch.cat([torch.arange(first, stop) for first, stop in spans])
+        some, some_lse = attended(spans)
+        assert torch.equal(some, out[of]), spans
+        assert torch.equal(some_lse, lse[of]), spans
 
 
 def test_namespaces_tell_arithmetics_apart(medium: tuple[ModelConfig, LlamaModel]) -> None:

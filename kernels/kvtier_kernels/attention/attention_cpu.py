@@ -10,11 +10,16 @@ A window and quantised KV take plainer ways: a mask over the keys that some quer
 So do scores that torch's attention does not make. A sink takes its share of what has been attended.
 """
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kvtier_kernels.attention.attention_batch import AttentionBatch
-from kvtier_kernels.attention.attention_cpu_tiles import attend_in_tiles, padded_keys
+from kvtier_kernels.attention.attention_cpu_tiles import CpuPart, plan_in_tiles
+from kvtier_kernels.attention.gathered_values import GatheredValues
 from kvtier_kernels.scoring import Scoring
 
 _MAX_SCORES = 1 << 22
@@ -22,65 +27,71 @@ _MAX_SCORES = 1 << 22
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def attend_on_cpu(
-    query: Tensor, kv_layer: Tensor, batch: AttentionBatch, kv_scales: Tensor | None, lse: Tensor | None
-) -> Tensor:
-    """`kvtier_kernels.attention.paged_attention.paged_attention` for CPU tensors whose shapes have been checked there.
+def plan_on_cpu(query: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> "CpuPlan":
+    """How `paged_attention` of CPU tensors is computed, whose shapes have been checked there.
 
     :raises ValueError: on lengths that do not fit.
-    :raises IndexError: on a block id that does not exist.
     """
-    starts, lengths, window = batch.starts_on_host(), batch.seq_lens.tolist(), batch.window
-    first, last = starts[0], starts[-1]
-    if (first, last) != (0, query.size(0)):
-        raise ValueError(f"query_starts from {first} to {last}: needs 0 to {query.size(0)}")
-    out = torch.empty(query.shape, dtype=query.dtype)
-    tokens_per_block = kv_layer.size(2)
-    for seq, seq_len in enumerate(lengths):
-        start, stop = starts[seq], starts[seq + 1]
-        if not (0 < stop - start <= seq_len):
-            raise ValueError(f"sequence {seq} has {stop - start} queries and {seq_len} keys")
-        num_blocks = -(-seq_len // tokens_per_block)
+    starts, lengths, tokens_per_block = batch.starts_on_host(), batch.seq_lens.tolist(), kv_layer.size(2)
+    if (starts[0], starts[-1]) != (0, query.size(0)):
+        raise ValueError(f"query_starts from {starts[0]} to {starts[-1]}: needs 0 to {query.size(0)}")
+    for seq, num_keys in enumerate(lengths):
+        num_queries, num_blocks = starts[seq + 1] - starts[seq], -(-num_keys // tokens_per_block)
+        if not (0 < num_queries <= num_keys):
+            raise ValueError(f"sequence {seq} has {num_queries} queries and {num_keys} keys")
         if num_blocks > batch.block_tables.size(1):
-            raise ValueError(f"sequence {seq} of {seq_len} keys needs {num_blocks} blocks")
-        first_key = 0 if window is None else max(0, seq_len - (stop - start) - window + 1)
+            raise ValueError(f"sequence {seq} of {num_keys} keys needs {num_blocks} blocks")
+    if batch.invariant:
+        return CpuPlan(plan_in_tiles(batch, starts, lengths, tokens_per_block))
+    spans = enumerate(itertools.pairwise(starts))
+    return CpuPlan([_Sequence.of(batch, seq, first, stop, tokens_per_block) for seq, (first, stop) in spans])
+
+
+class CpuPlan:
+    """An `AttentionPlan` for CPU tensors: parts that are computed one after the other. One thread."""
+
+    def __init__(self, parts: Sequence[CpuPart]) -> None:
+        """
+        :param parts: together all queries of the batch.
+        """
+        self._parts = parts
+
+    def run(
+        self, query: Tensor, kv_layer: Tensor, kv_scales: Tensor | None = None, lse: Tensor | None = None
+    ) -> Tensor:
+        """`paged_attention` of one layer.
+
+        :raises IndexError: on a block id that does not exist.
+        """
+        out = torch.empty(query.shape, dtype=query.dtype)
+        for part in self._parts:
+            part_lse = part.attend(query, part.values.of(kv_layer, kv_scales, query.dtype), out)
+            if lse is not None:
+                lse[part.queries] = part_lse
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sequence:
+    """All queries of one sequence."""
+
+    queries: slice
+    values: GatheredValues
+    batch: AttentionBatch
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, seq: int, first: int, stop: int, tokens_per_block: int) -> "_Sequence":
+        """The sequence `seq`, whose queries are those from `first` to `stop`, and the keys that some of them sees."""
+        num_keys = int(batch.seq_lens[seq])
+        first_key = 0 if batch.window is None else max(0, num_keys - (stop - first) - batch.window + 1)
         first_block = first_key // tokens_per_block
-        block_ids = batch.block_tables[seq, first_block:num_blocks]
-        seen = slice(first_key - first_block * tokens_per_block, seq_len - first_block * tokens_per_block)
-        room = padded_keys(seq_len) if batch.invariant else block_ids.numel() * tokens_per_block
-        keys, values = (_values(kv_layer, kv_scales, part, block_ids, query.dtype, room) for part in (0, 1))
-        if batch.invariant:
-            for of in (keys, values):
-                of[:, seq_len:] = 0
-            seq_lse = attend_in_tiles(query[start:stop], keys, values, batch.scale, seq_len, out[start:stop])
-        else:
-            seq_lse = _attend(query[start:stop], keys[:, seen], values[:, seen], batch, out[start:stop])
-        if lse is not None:
-            lse[start:stop] = seq_lse
-    return out
+        block_ids = batch.block_tables[seq : seq + 1, first_block : -(-num_keys // tokens_per_block)].contiguous()
+        seen = slice(first_key - first_block * tokens_per_block, num_keys - first_block * tokens_per_block)
+        return cls(slice(first, stop), GatheredValues(block_ids, seen), batch)
 
-
-def _values(
-    kv_layer: Tensor, kv_scales: Tensor | None, part: int, block_ids: Tensor, dtype: torch.dtype, room: int
-) -> Tensor:
-    """`[num_kv_heads, tokens, head_dim]` of `dtype`, the first `room` tokens; part 0 are keys, 1 values."""
-    stored = _gather(kv_layer[:, part], block_ids, room)
-    if kv_scales is None:
-        return stored.to(dtype)
-    scales = kv_scales[part] if kv_scales.dim() == 1 else _gather(kv_scales[:, part], block_ids, room).unsqueeze(-1)
-    return (stored.float() * scales).to(dtype)
-
-
-def _gather(blocks: Tensor, block_ids: Tensor, room: int) -> Tensor:
-    """`[num_kv_heads, room, ...]`, a view of a fresh contiguous `[tokens, num_kv_heads, ...]`.
-
-    What is beyond the tokens of these blocks is not written.
-    """
-    num_blocks = max(block_ids.numel(), -(-room // blocks.size(1)))
-    gathered = torch.empty((num_blocks, *blocks.shape[1:]), dtype=blocks.dtype)
-    # Into a buffer of our own: twenty times as fast as letting index_select allocate for a strided source.
-    torch.index_select(blocks, 0, block_ids, out=gathered[: block_ids.numel()])
-    return gathered.flatten(0, 1)[:room].transpose(0, 1)
+    def attend(self, query: Tensor, values: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+        keys, values_here = (of.squeeze(0) for of in values)
+        return _attend(query[self.queries], keys, values_here, self.batch, out[self.queries])
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, out: Tensor) -> Tensor:

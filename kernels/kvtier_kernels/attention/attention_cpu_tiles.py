@@ -4,27 +4,33 @@ Keys are cut into tiles at fixed positions. A query meets all tiles up to its ow
 call with a mask; behind the first tiles, it meets those before its own without a mask, then its own with one, and the
 two states are merged. How many keys are in each call follows from the query's position, not from what is cached or
 computed beside it. Torch's fused attention goes through keys in a fixed order;
-`rows_are_alike` says whether it gives a row the same bits whatever the number of rows.
+`attention_cpu_trial.rows_are_alike` says whether it gives a row the same bits whatever the number of rows.
 """
 
 import functools
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from kvtier_kernels.attention.attention_batch import AttentionBatch
+from kvtier_kernels.attention.gathered_values import GatheredValues
 
 TILE_KEYS = 256
 """Large: decodes go through more padding. Small: a prefill is cut into more parts."""
 _MERGED_FROM = 4 * TILE_KEYS
 """Queries of tiles from here on attend the keys before their tile in a call of its own, and the two are merged: a mask
 over all keys would take longer. Before it, one call does, which saves most where few queries are computed."""
+_MOST_KEYS_TOGETHER = 16_384
+"""Keys of several sequences are gathered at once up to so many, which bounds the memory that they take."""
 _FLOAT32_ROWS = 64
 """Float32 rows are padded to a multiple of this."""
-_SPLIT_ROWS = 32
+SPLIT_ROWS = 32
 """The library splits rows into runs of as many, or of multiples. A single row that is left over goes through products
 of a matrix with a vector, which sum in another order: it gets a row of padding beside it."""
-_TELLING_SCALE = 2.0**20
-"""The factor that makes the rounding of scores decide which score is highest."""
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -34,46 +40,80 @@ def padded_keys(num_keys: int) -> int:
     return -(-num_keys // TILE_KEYS) * TILE_KEYS
 
 
-def rows_are_alike(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether, on this machine, fused attention with these heads gives a row the same bits beside any number of rows.
+class CpuPart(Protocol):
+    """Some queries of a batch, and how they attend. One thread."""
 
-    Tries all small numbers of queries, and those at which the library changes its way, with `_telling` inputs. Takes
-    a tenth of a second for a small model, and up to a second for one of 32 heads of 128.
+    @property
+    def queries(self) -> slice | Tensor:
+        """Which of the batch's."""
+        ...
+
+    @property
+    def values(self) -> GatheredValues:
+        """Their keys and values."""
+        ...
+
+    def attend(self, query: Tensor, values: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+        """Writes to `out`, `[queries of the batch, num_heads, D]` as `query` is; returns the log-sum-exp of its own."""
+        ...
+
+
+def plan_in_tiles(
+    batch: AttentionBatch, starts: Sequence[int], lengths: Sequence[int], tokens_per_block: int
+) -> list[CpuPart]:
+    """Each sequence of several queries alone, and those of one query together with others of as many tiles of keys.
+
+    :param starts: `query_starts` of the batch, and `lengths` its `seq_lens`.
     """
-    group = num_heads // num_kv_heads
-    num_rows, own, all_keys = TILE_KEYS * group, slice(0, TILE_KEYS), slice(0, 3 * TILE_KEYS)
-    of_own, of_all = (_causal_mask(dtype, group, before) for before in (0, 2 * TILE_KEYS))
-    counts = {*range(1, 2 * _SPLIT_ROWS + 2), 191 // group, -(-192 // group), TILE_KEYS // 2} & set(range(TILE_KEYS))
-    for rows, keys, values, scale in _telling(num_kv_heads, num_rows, head_dim, dtype):
-        for span, mask in ((all_keys, None), (own, of_own), (all_keys, of_all)):
-            whole = _attend(rows, keys[:, span], values[:, span], scale, mask)
-            for some in (slice(num_rows - count * group, num_rows) for count in counts):
-                of_some = None if mask is None else mask[some]
-                parts = _attend(rows[:, some].contiguous(), keys[:, span], values[:, span], scale, of_some)
-                if not all(torch.equal(of[:, some], part) for of, part in zip(whole, parts, strict=True)):
-                    return False
-    return True
+    parts, single = list[CpuPart](), defaultdict[int, list[int]](list)
+    for seq, num_keys in enumerate(lengths):
+        room = padded_keys(num_keys)
+        if starts[seq + 1] - starts[seq] == 1:
+            single[room].append(seq)
+            continue
+        values = GatheredValues.padded(batch.block_tables, [seq], [num_keys], room, tokens_per_block)
+        parts.append(_Sequence(slice(starts[seq], starts[seq + 1]), values, num_keys, batch.scale))
+    for room, of_room in single.items():
+        step = max(1, _MOST_KEYS_TOGETHER // room)
+        for seqs in (of_room[first : first + step] for first in range(0, len(of_room), step)):
+            rows, num_keys_of = torch.tensor([starts[seq] for seq in seqs]), [lengths[seq] for seq in seqs]
+            values = GatheredValues.padded(batch.block_tables, seqs, num_keys_of, room, tokens_per_block)
+            parts.append(_NewestTokens(rows, values, room - TILE_KEYS, batch.scale))
+    return parts
 
 
-def _telling(
-    num_kv_heads: int, num_rows: int, head_dim: int, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
-    """Rows, keys, values and scales whose results show in which order each of the two products was summed.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sequence:
+    """Several queries of one sequence."""
 
-    The second half of each sum takes back what the first half has added, and what is left is the rounding of the sums
-    between. First that decides all scores; then all scores are 0, and it is all of the result.
-    """
-    generator = torch.Generator().manual_seed(0)
+    queries: slice
+    values: GatheredValues
+    num_keys: int
+    scale: float
 
-    def drawn(num_rows: int, num_columns: int) -> Tensor:
-        return torch.randn((num_kv_heads, num_rows, num_columns), generator=generator).to(dtype)
+    def attend(self, query: Tensor, values: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+        keys, values_here = (of.squeeze(0) for of in values)
+        return attend_in_tiles(query[self.queries], keys, values_here, self.scale, self.num_keys, out[self.queries])
 
-    half, odd = head_dim // 2, torch.zeros((num_kv_heads, 3 * TILE_KEYS, head_dim % 2), dtype=dtype)
-    rows, keys, values = drawn(num_rows, half), drawn(3 * TILE_KEYS, half), drawn(3 * TILE_KEYS, head_dim)
-    mirrored = torch.cat((rows, rows, odd[:, :1].expand(-1, num_rows, -1)), dim=2)
-    yield mirrored, torch.cat((keys, -keys, odd), dim=2), values, _TELLING_SCALE
-    values[:, 1::2] = -values[:, ::2]
-    yield mirrored, torch.zeros_like(values), values, 1.0
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _NewestTokens:
+    """One query each of sequences whose last tile stands at the same position."""
+
+    queries: Tensor
+    values: GatheredValues
+    tile: int
+    scale: float
+
+    def attend(self, query: Tensor, values: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+        keys, num_kv_heads, head_dim = values[0], values[0].size(1), query.size(2)
+        group = query.size(1) // num_kv_heads
+        places = [num_keys - 1 - self.tile for num_keys in self.values.num_tokens]
+        mask = _tile_mask(query.dtype, group, self.tile).view(TILE_KEYS, 1, group, -1)[places]
+        rows = query[self.queries].view(len(places), num_kv_heads, group, head_dim)
+        attended, lse = _attend_tile(rows, keys, values[1], self.scale, self.tile, mask)
+        out[self.queries] = attended.flatten(1, 2)
+        return lse.flatten(1, 2)
 
 
 def attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, scale: float, num_keys: int, out: Tensor) -> Tensor:
@@ -94,39 +134,45 @@ def attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, scale: float, n
         first, last = max(tile, before), min(tile + TILE_KEYS, num_keys)
         here = slice(first - before, last - before)
         rows = grouped[:, here].flatten(1, 2).contiguous()
-        places, own = slice((first - tile) * group, (last - tile) * group), slice(tile, tile + TILE_KEYS)
-        if tile < _MERGED_FROM:
-            mask = _causal_mask(query.dtype, group, tile)[places]
-            state = _attend(rows, keys[:, : own.stop], values[:, : own.stop], scale, mask)
-        else:
-            mask = _causal_mask(query.dtype, group)[places]
-            state = _attend(rows, keys[:, own], values[:, own], scale, mask)
-            state = _merge(_attend(rows, keys[:, :tile], values[:, :tile], scale), state)
-        attended[:, here] = state[0].view(num_kv_heads, last - first, group, head_dim)
-        lse[:, here] = state[1].view(num_kv_heads, last - first, group)
+        mask = _tile_mask(query.dtype, group, tile)[(first - tile) * group : (last - tile) * group]
+        tile_out, tile_lse = _attend_tile(rows[None], keys[None], values[None], scale, tile, mask)
+        attended[:, here] = tile_out[0].view(num_kv_heads, last - first, group, head_dim)
+        lse[:, here] = tile_lse[0].view(num_kv_heads, last - first, group)
     return lse.transpose(0, 1).flatten(1, 2)
 
 
-def _attend(
+def _attend_tile(
+    rows: Tensor, keys: Tensor, values: Tensor, scale: float, tile: int, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`attend_rows` of queries of the tile at this position over its keys and all before them."""
+    own = slice(tile, tile + TILE_KEYS)
+    if tile < _MERGED_FROM:
+        return attend_rows(rows, keys[:, :, : own.stop], values[:, :, : own.stop], scale, mask)
+    state = attend_rows(rows, keys[:, :, own], values[:, :, own], scale, mask)
+    return _merge(attend_rows(rows, keys[:, :, :tile], values[:, :, :tile], scale), state)
+
+
+def attend_rows(
     rows: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`[num_kv_heads, rows, D]`, and the log-sum-exp."""
-    num_rows, missing = rows.size(1), _padding(rows)
+    """`[seqs, num_kv_heads, rows, D]`, as `rows` is, and the log-sum-exp.
+
+    :param mask: `[rows, keys]`, or `[seqs, 1, rows, keys]`.
+    """
+    num_rows, missing = rows.size(2), _padding(rows)
     if missing:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
         mask = None if mask is None else torch.nn.functional.pad(mask, (0, 0, 0, missing))
-    out, lse = _fused_attention(
-        rows.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1),
-        attn_mask=None if mask is None else mask[None, None], scale=scale,
-    )  # fmt: skip
-    return out[:, 0, :num_rows], lse[:, 0, :num_rows]
+    mask = mask[None, None] if mask is not None and mask.dim() == 2 else mask
+    out, lse = _fused_attention(rows, keys, values, attn_mask=mask, scale=scale)
+    return out[:, :, :num_rows], lse[:, :, :num_rows]
 
 
 def _padding(rows: Tensor) -> int:
     """The number of rows to add, so that how many there are does not matter."""
     if rows.dtype == torch.float32:
-        return -rows.size(1) % _FLOAT32_ROWS
-    return int(rows.size(1) % _SPLIT_ROWS == 1)
+        return -rows.size(2) % _FLOAT32_ROWS
+    return int(rows.size(2) % SPLIT_ROWS == 1)
 
 
 def _merge(seen: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -144,8 +190,13 @@ def _merge(seen: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]) -> tuple[Ten
     return seen_part.add_(own_part).to(seen_out.dtype), lse.float()
 
 
+def _tile_mask(dtype: torch.dtype, group: int, tile: int) -> Tensor:
+    """The mask of all queries of the tile at this position, over the keys that `_attend_tile` masks."""
+    return causal_mask(dtype, group, tile if tile < _MERGED_FROM else 0)
+
+
 @functools.lru_cache(maxsize=8)
-def _causal_mask(dtype: torch.dtype, group: int, before: int = 0) -> Tensor:
+def causal_mask(dtype: torch.dtype, group: int, before: int = 0) -> Tensor:
     """What is added to scores of a tile behind so many keys: `[TILE_KEYS * group, before + TILE_KEYS]`, a row for each
     query and head."""
     unseen = torch.ones((TILE_KEYS, before + TILE_KEYS), dtype=torch.bool).triu_(before + 1)

@@ -7,22 +7,25 @@ from torch import Tensor
 
 from kvtier_kernels.arguments import FLOAT_DTYPES, check_write
 from kvtier_kernels.attention.attention_batch import AttentionBatch
-from kvtier_kernels.attention.paged_attention import AttentionPlan, paged_attention, plan_with_triton
+from kvtier_kernels.attention.attention_cpu import plan_on_cpu
+from kvtier_kernels.attention.paged_attention import AttentionPlan, plan_with_triton
 from kvtier_kernels.tiles import decode_runs_of_any_length
-from kvtier_kernels.writes.kv_write import kv_write
+from kvtier_kernels.writes.kv_write import kv_write, put_on_cpu
 
 _Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 """Shape, strides, dtype and device."""
 LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Takes `kv_layer`, `query`, `key` and `value` of one layer: writes keys and values (`kv_write`), and returns the
 attention of the queries over all keys (`paged_attention`)."""
+_MakePlan = Callable[[Tensor, Tensor], AttentionPlan]
+_Write = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 def step_attention(places: tuple[Tensor, Tensor], batch: AttentionBatch) -> LayerAttention:
     """`kv_write` and `paged_attention` for one step, to be called for each layer in turn. One thread.
 
-    On CUDA, the first call checks its arguments and chooses kernels. Later calls must bring the same shapes,
-    strides, dtypes and devices; comparing these takes the host a third of the time, launches aside
+    The first call checks its arguments and chooses how attention is computed. Later calls must bring the same shapes,
+    strides, dtypes and devices; comparing these takes the host a third of the time on CUDA, launches aside
     (`python -m kvtier_bench.gpu.resources.launch_costs`).
 
     :param places: `block_ids` and `offsets` as `kv_write` takes them.
@@ -32,16 +35,16 @@ def step_attention(places: tuple[Tensor, Tensor], batch: AttentionBatch) -> Laye
     if batch.block_tables.device.type != "cpu":
         return step_with_triton(places, batch)
 
-    def on_cpu(kv_layer: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        kv_write(kv_layer, key, value, *places)
-        return paged_attention(query, kv_layer, batch)
+    def plan(query: Tensor, kv_layer: Tensor) -> AttentionPlan:
+        batch.check(query, kv_layer, None, None)
+        return plan_on_cpu(query, kv_layer, batch)
 
-    return on_cpu
+    return PlannedStep(places, plan, kv_write, put_on_cpu)
 
 
 def step_with_triton(places: tuple[Tensor, Tensor], batch: AttentionBatch) -> LayerAttention:
     """`step_attention` through the Triton kernels."""
-    return TritonStep(places, lambda query, kv_layer: plan_with_triton(query, kv_layer, batch))
+    return _triton_step(places, lambda query, kv_layer: plan_with_triton(query, kv_layer, batch))
 
 
 def decode_attention(places: tuple[Tensor, Tensor], batch: AttentionBatch) -> LayerAttention:
@@ -59,22 +62,28 @@ def decode_attention(places: tuple[Tensor, Tensor], batch: AttentionBatch) -> La
         num_splits, run_keys = decode_runs_of_any_length(query.size(0), kv_layer.size(3), max_keys, chip_size)
         return plan_decode(query, kv_layer, batch, num_splits=num_splits, run_keys=run_keys)
 
-    return TritonStep(places, plan)
+    return _triton_step(places, plan)
 
 
-class TritonStep:
-    """A `LayerAttention` that launches what a plan says. One thread."""
+def _triton_step(places: tuple[Tensor, Tensor], plan: _MakePlan) -> "PlannedStep":
+    from kvtier_kernels.writes.slot_write import launch_write, write_slots
 
-    def __init__(self, places: tuple[Tensor, Tensor], plan: Callable[[Tensor, Tensor], AttentionPlan]) -> None:
+    return PlannedStep(places, plan, write_slots, launch_write)
+
+
+class PlannedStep:
+    """A `LayerAttention` that computes what a plan says. One thread."""
+
+    def __init__(self, places: tuple[Tensor, Tensor], plan: _MakePlan, first_write: _Write, write: _Write) -> None:
         """
         :param places: of new keys and values: `block_ids` and `offsets`.
         :param plan: checks `query` and `kv_layer` of the first layer, and says how the attention of all is computed.
+        :param first_write: writes keys and values of the first layer, as `kv_write` does; `write`, of the others.
         """
         self._places = places
         self._make_plan = plan
-        from kvtier_kernels.writes.slot_write import launch_write
-
-        self._write = launch_write
+        self._first_write = first_write
+        self._write = write
         self._plan: AttentionPlan | None = None
         """None before the first layer."""
         self._forms: tuple[_Form, ...] = ()
@@ -90,13 +99,11 @@ class TritonStep:
         return self._plan.run(query, kv_layer)
 
     def _first(self, forms: tuple[_Form, ...], kv_layer: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        from kvtier_kernels.writes.slot_write import write_slots
-
         if kv_layer.dtype not in FLOAT_DTYPES:
             raise ValueError(f"kv_layer is of {kv_layer.dtype}: quantised KV takes paged_attention")
         check_write(kv_layer, key, value, *self._places)
         plan = self._make_plan(query, kv_layer)
-        write_slots(kv_layer, key, value, *self._places)
+        self._first_write(kv_layer, key, value, *self._places)
         self._forms, self._plan = forms, plan
         return plan.run(query, kv_layer)
 

@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kvtier_kernels.attention.attention_batch import AttentionBatch
-from kvtier_kernels.attention.attention_cpu import attend_on_cpu
+from kvtier_kernels.attention.attention_cpu import plan_on_cpu
 from kvtier_kernels.attention.shared_prefixes import SharedPrefixes
 from kvtier_kernels.tiles import worth_sharing
 
@@ -36,7 +36,7 @@ def paged_attention(
     if kv_layer.device.type != "cpu":
         return attend_with_triton(query, kv_layer, batch, kv_scales, lse)
     batch.check(query, kv_layer, kv_scales, lse)
-    return attend_on_cpu(query, kv_layer, batch, kv_scales, lse)
+    return plan_on_cpu(query, kv_layer, batch).run(query, kv_layer, kv_scales, lse)
 
 
 class AttentionPlan(Protocol):

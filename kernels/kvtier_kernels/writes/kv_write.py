@@ -23,10 +23,15 @@ def kv_write(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, of
         for name, index in (("block_ids", block_ids), ("offsets", offsets)):
             if index.numel() and (least := int(index.min())) < 0:  # torch would count from the end
                 raise IndexError(f"{name} has {least}: there is no such place")
-        kv_layer[:, 0].index_put_((block_ids, offsets), key)
-        kv_layer[:, 1].index_put_((block_ids, offsets), value)
+        put_on_cpu(kv_layer, key, value, block_ids, offsets)
         return
     # Imported here: triton is not needed, and not everywhere to be had, where the engine runs on CPU.
     from kvtier_kernels.writes.slot_write import write_slots
 
     write_slots(kv_layer, key, value, block_ids, offsets)
+
+
+def put_on_cpu(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
+    """`kv_write` to CPU tensors, to places that are known to exist."""
+    kv_layer[:, 0].index_put_((block_ids, offsets), key)
+    kv_layer[:, 1].index_put_((block_ids, offsets), value)

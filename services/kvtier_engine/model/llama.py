@@ -17,7 +17,7 @@ from kvtier_engine.model.products import InvariantProducts, PlainProducts, Produ
 from kvtier_engine.model.rope import RopeTable, rotate
 from kvtier_engine.model.weights import LayerWeights, LlamaWeights
 from kvtier_kernels import AttentionBatch, LayerAttention, find_shared_prefixes, step_attention
-from kvtier_kernels.attention.attention_cpu_tiles import rows_are_alike
+from kvtier_kernels.attention.attention_cpu_trial import rows_are_alike
 
 
 @dataclass(frozen=True, slots=True)
