@@ -5,7 +5,8 @@
 | `attention`, `write` | what an engine calls; CPU tensors take torch's fused paths, CUDA tensors the Triton kernels |
 | `layer_attention` | both for all layers of a step: checked in the first one, launched in the others |
 | `attention_batch` | what attention is told of a batch, described and checked |
-| `attention_cpu` | the fast path of attention on CPU; `attention_cpu_tiles`, with bits that depend on a query alone (`attention_cpu_trial`) |
+| `attention_cpu` | the fast path of attention on CPU |
+| `attention_cpu_tiles`, `attention_cpu_trial` | the same with bits that depend on a query alone; a trial of it |
 | `prefix_prefill`, `paged_decode`, `shared_prefix_decode` | attention as Triton kernels with their launchers |
 | `scoring` | soft caps, slopes by distance, sinks: what some models do to scores |
 | `merge_states`, `slot_write` | the other Triton kernels with their launchers |

@@ -11,7 +11,7 @@ import typer
 from kvtier.cli.options import Json
 from kvtier.clock import MONOTONIC
 from kvtier_bench.cases.scheduling import config_of
-from kvtier_bench.measuring.report import Case, Spread, ratios, report
+from kvtier_bench.measuring.report import Case, Spread, report
 from kvtier_bench.measuring.rounds import percentile, progress
 
 if TYPE_CHECKING:
@@ -97,15 +97,11 @@ def _serve(engine: "Engine", prompt: list[int], answer_tokens: int, way: tuple[i
 
 def _case(name: str, measured: Mapping[str, _Measured]) -> Case:
     ours, floor = measured[name], measured[FLOOR]
-    to_floor = ratios(floor.seconds, ours.seconds)
-    return Case(
+    return Case.of_rounds(
         "branches",
         name,
-        p50_us=Spread.of(ours.seconds).median_s * 1e6,
-        floor=FLOOR,
-        ratio_to_floor=to_floor.median_s,
-        ratio_spread=(to_floor.min_s, to_floor.max_s),
-        rounds=len(ours.seconds),
+        ours.seconds,
+        floor=(FLOOR, floor.seconds),
         unit="round",
         figures={
             "ttft_p50_s": Spread.of(ours.ttft_s).median_s,

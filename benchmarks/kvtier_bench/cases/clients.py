@@ -14,7 +14,7 @@ from kvtier.errors import KvtierError
 from kvtier.system.working_folder import working_folder
 from kvtier_bench.measuring.blocks import NUM_SLOTS
 from kvtier_bench.measuring.options import PayloadBytes
-from kvtier_bench.measuring.report import Case, report
+from kvtier_bench.measuring.report import Case, held_against, report
 from kvtier_bench.measuring.rounds import NUM_ROUNDS, Spread, process_clock, progress
 from kvtier_bench.processes.client_process import ClientProcess, ClientSettings
 from kvtier_bench.processes.pool_process import PoolProcess, pool_process
@@ -114,9 +114,6 @@ def _case(
         batch,
         gb_per_s=Spread.of(totals.all_bytes_per_s).median_s / 1e9,
         cpu_s_per_gib=totals.cpu_s / (totals.nbytes / _GIB),
-        floor=ONE,
-        ratio_to_floor=ratio.median_s,
-        ratio_spread=(ratio.min_s, ratio.max_s),
         rounds=NUM_ROUNDS,
         figures={
             "one_client_gb_per_s": Spread.of(totals.one_bytes_per_s).median_s / 1e9,
@@ -124,6 +121,7 @@ def _case(
             "pool_rss_before_bytes": rss_before,
             "pool_rss_after_bytes": rss_after,
         },
+        **held_against(ONE, ratio),
     )
 
 

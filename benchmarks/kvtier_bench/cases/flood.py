@@ -12,7 +12,7 @@ from kvtier.errors import KvtierError
 from kvtier.system.redis_process import redis_binary, redis_process
 from kvtier.system.working_folder import working_folder
 from kvtier_bench.cases.flood_rig import BLUE, Aftermath, Flooding, FloodRig
-from kvtier_bench.measuring.report import Case, Spread, ratios, report
+from kvtier_bench.measuring.report import Case, Spread, held_against, ratios, report
 from kvtier_bench.measuring.rounds import percentile, progress
 from kvtier_bench.processes.flood_means import BLOCK_BYTES, MEANS
 from kvtier_bench.processes.pool_process import pool_of_tenants
@@ -99,11 +99,9 @@ def _case(rig: FloodRig, path: str, aftermath: Aftermath) -> Case:
         4,
         p50_us=percentile(red.reads_s(path), 50) * 1e6,
         p99_us=percentile(red.reads_s(path), 99) * 1e6,
-        floor=BURNERS,
-        ratio_to_floor=to_burners.median_s,
-        ratio_spread=(to_burners.min_s, to_burners.max_s),
         rounds=len(red.cpu_shares),
         figures=figures | {f"red_{name}": num for name, num in sorted(rig.done.items())},
+        **held_against(BURNERS, to_burners),
     )
 
 

@@ -202,7 +202,6 @@ def _case(work: str, name: str, measured: Mapping[tuple[str, str], _Measured]) -
     def ttft(of: _Measured, percent: float) -> list[float]:
         return [percentile(values, percent) for values in of.ttft_s]
 
-    to_floor = ratios(floor.seconds, ours.seconds)
     figures = {
         "ttft_p50_s": Spread.of(ttft(ours, 50)).median_s,
         "ttft_p90_s": Spread.of(ttft(ours, 90)).median_s,
@@ -211,17 +210,7 @@ def _case(work: str, name: str, measured: Mapping[tuple[str, str], _Measured]) -
         "answer_tokens_per_s": ours.num_answered / Spread.of(ours.seconds).median_s,
         "computed_prompt_tokens": Spread.of(ours.num_computed).median_s,
     }
-    return Case(
-        work,
-        name,
-        p50_us=Spread.of(ours.seconds).median_s * 1e6,
-        floor=FLOOR,
-        ratio_to_floor=to_floor.median_s,
-        ratio_spread=(to_floor.min_s, to_floor.max_s),
-        rounds=len(ours.seconds),
-        unit="round",
-        figures=figures,
-    )
+    return Case.of_rounds(work, name, ours.seconds, floor=(FLOOR, floor.seconds), unit="round", figures=figures)
 
 
 def _same_answers(work: str, measured: Mapping[tuple[str, str], _Measured]) -> str:

@@ -149,7 +149,6 @@ def _step_s(assembled: "AssembledEngine") -> float:
 
 def _case(state: str, measured: Mapping[str, _Engine], num_hurt: int) -> Case:
     floor, ours = measured[FLOOR], measured[state]
-    to_floor = ratios(floor.steps_s, ours.steps_s)
     calls_s = ours.calls_s or [0.0]
     figures = {
         "step_ratio": ratios(ours.steps_s, floor.steps_s).median_s,
@@ -163,17 +162,7 @@ def _case(state: str, measured: Mapping[str, _Engine], num_hurt: int) -> Case:
         "num_steps": len(ours.calls_s),
         "num_pieces_hurt": num_hurt,
     }
-    return Case(
-        state,
-        "step",
-        p50_us=Spread.of(ours.steps_s).median_s * 1e6,
-        floor=FLOOR,
-        ratio_to_floor=to_floor.median_s,
-        ratio_spread=(to_floor.min_s, to_floor.max_s),
-        rounds=len(ours.steps_s),
-        unit="step",
-        figures=figures,
-    )
+    return Case.of_rounds(state, "step", ours.steps_s, floor=(FLOOR, floor.steps_s), unit="step", figures=figures)
 
 
 def _notes(cases: Sequence[Case]) -> list[str]:

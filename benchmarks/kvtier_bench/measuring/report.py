@@ -14,7 +14,7 @@ from kvtier.cli.plot import Bar, write_bars
 from kvtier.system.machine import commit, hardware
 from kvtier_bench.measuring.rounds import NUM_ROUNDS, Samples, Spread, interleave, percentile, ratios
 
-__all__ = ["NUM_ROUNDS", "Case", "Spread", "interleave", "ratios", "report"]
+__all__ = ["NUM_ROUNDS", "Case", "Spread", "held_against", "interleave", "ratios", "report"]
 
 _GIB = 1 << 30
 
@@ -71,7 +71,7 @@ class Case:
         :param round_bytes: payload moved in a round; 0 where nothing is.
         :param fields: the others, as they stand.
         """
-        to_floor = None if floor is None else ratios(floor[1].rounds_s, samples.rounds_s)
+        to_floor = {} if floor is None else held_against(floor[0], ratios(floor[1].rounds_s, samples.rounds_s))
         return cls(
             name,
             op,
@@ -79,13 +79,35 @@ class Case:
             p50_us=percentile(samples.calls_s, 50) * 1e6,
             p99_us=percentile(samples.calls_s, 99) * 1e6,
             cpu_s_per_gib=samples.cpu_s / (round_bytes * len(samples.rounds_s) / _GIB) if round_bytes else None,
-            floor=None if floor is None else floor[0],
-            ratio_to_floor=None if to_floor is None else to_floor.median_s,
-            ratio_spread=None if to_floor is None else (to_floor.min_s, to_floor.max_s),
             beside={other: ratios(of.rounds_s, samples.rounds_s) for other, of in (beside or {}).items()},
             rounds=len(samples.rounds_s),
+            **to_floor,
             **fields,
         )
+
+    @classmethod
+    def of_rounds(
+        cls, name: str, op: str, rounds_s: Sequence[float], *, floor: tuple[str, Sequence[float]], **fields: Any
+    ) -> "Case":
+        """
+        :param rounds_s: the seconds of each round, whose median is `p50_us`.
+        :param floor: its name, and its seconds in the same rounds.
+        :param fields: the others, as they stand.
+        """
+        to_floor = held_against(floor[0], ratios(floor[1], rounds_s))
+        return cls(name, op, p50_us=Spread.of(rounds_s).median_s * 1e6, rounds=len(rounds_s), **to_floor, **fields)
+
+
+def held_against(floor: str, to_floor: Spread) -> dict[str, Any]:
+    """The fields of a `Case` that say so.
+
+    :param to_floor: the floor's time by the case's.
+    """
+    return {
+        "floor": floor,
+        "ratio_to_floor": to_floor.median_s,
+        "ratio_spread": (to_floor.min_s, to_floor.max_s),
+    }
 
 
 def report(
