@@ -5,7 +5,8 @@ import random
 import pytest
 
 from kvtier.errors import KvtierError
-from kvtier_bench.cases.scheduling import WORKLOADS, bench_scheduling
+from kvtier_bench.cases.scheduling import bench_scheduling
+from kvtier_bench.measuring.workloads import WORKLOADS
 
 
 def test_workloads_that_are_none_are_named() -> None:
@@ -15,7 +16,7 @@ def test_workloads_that_are_none_are_named() -> None:
 
 def test_the_same_seed_gives_the_same_prompts_which_share_prefixes() -> None:
     for workload in WORKLOADS.values():
-        first = [prompt for _, prompt, _ in workload.turns(random.Random(3), 1000)]
-        assert first == [prompt for _, prompt, _ in workload.turns(random.Random(3), 1000)]
+        first = [turn.prompt for turn in workload.turns(random.Random(3), 1000)]
+        assert first == [turn.prompt for turn in workload.turns(random.Random(3), 1000)]
         heads = {tuple(prompt[:100]) for prompt in first}
         assert len(heads) < len(first)

@@ -1,8 +1,9 @@
 """`kvtier bench scheduling`: requests that share prefixes, by order of arrival and by what is cached."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,9 +17,11 @@ from kvtier.errors import KvtierError
 from kvtier_bench.measuring.blocks import TENANT
 from kvtier_bench.measuring.report import Case, Spread, ratios, report
 from kvtier_bench.measuring.rounds import NUM_ROUNDS, percentile, progress
+from kvtier_bench.measuring.workloads import MAX_RUNNING, WORKLOADS, Round, Turn
+from kvtier_bench.vllm.plain_engine import vllm_engine
 
 if TYPE_CHECKING:
-    from kvtier_engine.scheduling.engine import Engine
+    from kvtier_engine.assemble import AssembledEngine
     from kvtier_engine.scheduling.request import Completion
 
 FLOOR = "fcfs, whole blocks"
@@ -28,65 +31,6 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
     "cache_aware, parts of blocks": {"order": "cache_aware", "partial_reuse": True},
 }
 """The settings of each engine, by name."""
-_MAX_RUNNING = 8
-
-Turn = tuple[int, list[int], Callable[["Completion"], "list[Turn]"]]
-"""The turn's own number in its round, its prompt, and what follows when it is answered."""
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Requests of one round. The same seed gives the same prompts."""
-
-    turns: Callable[[Random, int], list[Turn]]
-    """Takes the source of chance and the vocabulary's size, and returns what arrives first, all at once."""
-    answer_tokens: int
-
-
-def _tokens(chance: Random, vocab_size: int, count: int) -> list[int]:
-    return [chance.randrange(vocab_size) for _ in range(count)]
-
-
-def _conversations(chance: Random, vocab_size: int) -> list[Turn]:
-    """Twelve conversations of five turns after one system prompt; each turn follows at once on the answer before."""
-    system = _tokens(chance, vocab_size, 100)
-    users = [[_tokens(chance, vocab_size, 50) for _ in range(5)] for _ in range(12)]
-
-    def turn(number: int, history: list[int], left: list[list[int]]) -> list[Turn]:
-        if not left:
-            return []
-        prompt = history + left[0]
-        return [(number, prompt, lambda done: turn(number + 1, [*prompt, *done.token_ids], left[1:]))]
-
-    begins = [system + _tokens(chance, vocab_size, 70) for _ in users]
-    return [first for i, each in enumerate(users) for first in turn(10 * i, begins[i], each)]
-
-
-def _documents(chance: Random, vocab_size: int) -> list[Turn]:
-    """Forty questions of 20 tokens on eight documents of 450, in any order."""
-    documents = [_tokens(chance, vocab_size, 450) for _ in range(8)]
-    asked = [documents[number % 8] + _tokens(chance, vocab_size, 20) for number in range(40)]
-    chance.shuffle(asked)
-    return [(number, prompt, lambda _: []) for number, prompt in enumerate(asked)]
-
-
-WORKLOADS: Mapping[str, Workload] = {
-    "12 conversations x 5 turns": Workload(_conversations, answer_tokens=16),
-    "40 questions on 8 documents": Workload(_documents, answer_tokens=8),
-}
-
-
-@dataclass(slots=True)
-class _Measured:
-    """What one engine took for one workload, round by round."""
-
-    seconds: list[float] = field(default_factory=list)
-    ttft_s: list[list[float]] = field(default_factory=list)
-    num_computed: list[int] = field(default_factory=list)
-    """Prompt tokens."""
-    num_answered: int = 0
-    """Answer tokens of a round."""
-    answers: list[list[tuple[int, ...]]] = field(default_factory=list)
 
 
 def bench_scheduling(
@@ -96,12 +40,16 @@ def bench_scheduling(
     kv_tokens: Annotated[int, typer.Option(min=1024, help="Tokens that the device has room for.")] = 6144,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = NUM_ROUNDS,
     only: Annotated[list[str] | None, typer.Option(help="Only workloads with this in their name.")] = None,
+    beside_vllm: Annotated[
+        bool, typer.Option("--vllm", help="And with vLLM, from the environment .venv/vllm.")
+    ] = False,
     json: Json = None,
 ) -> None:
     """Serve the same requests in turn with engines that differ in their order and in what they reuse.
 
     Workloads: conversations that go on at once, and questions on documents that all arrive together. Random tokens;
-    nothing is cached when a round begins.
+    nothing is cached when a round begins. With --vllm, vLLM takes its turns as well: it has the same room for KV in
+    blocks of 32 tokens, which are the smallest that it computes quickly on the CPU, and as many threads.
     """
     chosen = {name: each for name, each in WORKLOADS.items() if not only or any(part in name for part in only)}
     if not chosen:
@@ -111,24 +59,27 @@ def bench_scheduling(
     from kvtier_engine.demo.demo_model import demo_model_path
 
     path = model or demo_model_path()
-    measured = {(work, name): _Measured() for work in chosen for name in ENGINES}
+    rounds_of: dict[tuple[str, str], list[Round]] = defaultdict(list)
     with ExitStack() as stack:
-        assembled = {
-            name: stack.enter_context(assembled_engine(config_of(path, dtype, threads, kv_tokens, settings)))
-            for name, settings in ENGINES.items()
-        }
+        serve = dict[str, Callable[[str, int], Round]]()
+        for name, settings in ENGINES.items():
+            config = config_of(path, dtype, threads, kv_tokens, settings)
+            serve[name] = partial(_serve, stack.enter_context(assembled_engine(config)))
+        if beside_vllm:
+            name, engine = stack.enter_context(vllm_engine(path, dtype, threads, kv_tokens))
+            serve[name] = engine.serve
         advance = stack.enter_context(progress("rounds", rounds * len(chosen)))
         for number in range(rounds):
-            for work, workload in chosen.items():
-                for name in list(ENGINES)[:: -1 if number % 2 else 1]:
-                    engine, vocab_size = assembled[name].engine, assembled[name].model.config.vocab_size
-                    _serve(engine, workload, Random(number), vocab_size, measured[work, name])
+            for work in chosen:
+                for name in list(serve)[:: -1 if number % 2 else 1]:
+                    rounds_of[work, name].append(serve[name](work, number))
                 advance()
+        names = list(serve)
     report(
         f"Requests that share prefixes, {dtype}",
-        [_case(work, name, measured) for work, name in measured],
+        [_case(work, name, rounds_of) for work in chosen for name in names],
         as_json=json,
-        notes=[_same_answers(work, measured) for work in chosen],
+        notes=[_same_answers(work, names, rounds_of) for work in chosen],
     )
 
 
@@ -149,7 +100,7 @@ def config_of(path: Path, dtype: str, threads: int, kv_tokens: int, settings: Ma
                 "dtype": dtype,
                 "num_threads": threads,
                 "kv_bytes": block_bytes * (kv_tokens // 16),
-                "max_running": _MAX_RUNNING,
+                "max_running": MAX_RUNNING,
                 **settings,
             },
             "host": {"capacity_bytes": "64MiB"},
@@ -159,70 +110,72 @@ def config_of(path: Path, dtype: str, threads: int, kv_tokens: int, settings: Ma
     )
 
 
-def _serve(engine: "Engine", workload: Workload, chance: Random, vocab_size: int, into: _Measured) -> None:
-    """Serves one round from an empty cache, and adds what it took."""
+def _serve(assembled: "AssembledEngine", work: str, seed: int) -> Round:
+    """Serves one round from an empty cache."""
     from kvtier_engine.scheduling.request import Sampling
 
-    forgotten: list[int | None] = []
+    engine, forgotten = assembled.engine, list[int | None]()
     engine.reset_cache(forgotten.append)
     engine.run_until(lambda: bool(forgotten))
     ended: dict[int, Completion] = {}
     num_open = 0
-    sampling = Sampling(max_tokens=workload.answer_tokens)
+    sampling = Sampling(max_tokens=WORKLOADS[work].answer_tokens)
 
     def submit(turn: Turn) -> None:
         nonlocal num_open
-        turn_number, prompt, follow = turn
         num_open += 1
 
         def on_done(done: "Completion") -> None:
             nonlocal num_open
             num_open -= 1
-            ended[turn_number] = done
-            for following in follow(done):
+            ended[turn.number] = done
+            for following in turn.follow(done.token_ids):
                 submit(following)
 
-        engine.submit(prompt, sampling, MONOTONIC(), on_done)
+        engine.submit(turn.prompt, sampling, MONOTONIC(), on_done)
 
-    turns = workload.turns(chance, vocab_size)
+    turns = WORKLOADS[work].turns(Random(seed), assembled.model.config.vocab_size)
     began_s = MONOTONIC()
     for turn in turns:
         submit(turn)
     engine.run_until(lambda: num_open == 0)
-    into.seconds.append(MONOTONIC() - began_s)
-    into.ttft_s.append([done.ttft_s or 0.0 for done in ended.values()])
-    into.num_computed.append(sum(done.num_prompt_tokens - sum(done.cached_by_tier.values()) for done in ended.values()))
-    into.num_answered = sum(len(done.token_ids) for done in ended.values())
-    into.answers.append([ended[turn_number].token_ids for turn_number in sorted(ended)])
+    return Round(
+        seconds=MONOTONIC() - began_s,
+        ttft_s=[done.ttft_s or 0.0 for done in ended.values()],
+        num_computed=sum(done.num_prompt_tokens - sum(done.cached_by_tier.values()) for done in ended.values()),
+        answers=[ended[number].token_ids for number in sorted(ended)],
+    )
 
 
-def _case(work: str, name: str, measured: Mapping[tuple[str, str], _Measured]) -> Case:
-    ours, floor = measured[work, name], measured[work, FLOOR]
+def _case(work: str, name: str, rounds_of: Mapping[tuple[str, str], Sequence[Round]]) -> Case:
+    ours, floor = rounds_of[work, name], rounds_of[work, FLOOR]
+    seconds = [each.seconds for each in ours]
 
-    def ttft(of: _Measured, percent: float) -> list[float]:
-        return [percentile(values, percent) for values in of.ttft_s]
+    def ttft(of: Sequence[Round], percent: float) -> list[float]:
+        return [percentile(each.ttft_s, percent) for each in of]
 
     figures = {
         "ttft_p50_s": Spread.of(ttft(ours, 50)).median_s,
         "ttft_p90_s": Spread.of(ttft(ours, 90)).median_s,
         "ttft_p50_ratio": ratios(ttft(floor, 50), ttft(ours, 50)).median_s,
         "ttft_p90_ratio": ratios(ttft(floor, 90), ttft(ours, 90)).median_s,
-        "answer_tokens_per_s": ours.num_answered / Spread.of(ours.seconds).median_s,
-        "computed_prompt_tokens": Spread.of(ours.num_computed).median_s,
+        "answer_tokens_per_s": ours[-1].num_answered / Spread.of(seconds).median_s,
+        "computed_prompt_tokens": Spread.of([each.num_computed for each in ours]).median_s,
     }
-    return Case.of_rounds(work, name, ours.seconds, floor=(FLOOR, floor.seconds), unit="round", figures=figures)
+    floor_s = [each.seconds for each in floor]
+    return Case.of_rounds(work, name, seconds, floor=(FLOOR, floor_s), unit="round", figures=figures)
 
 
-def _same_answers(work: str, measured: Mapping[tuple[str, str], _Measured]) -> str:
+def _same_answers(work: str, names: Sequence[str], rounds_of: Mapping[tuple[str, str], Sequence[Round]]) -> str:
     """How many answers are those of the first engine: in float32 all, in bfloat16 all but near ties."""
 
-    def answers(name: str) -> Sequence[tuple[int, ...]]:
-        return [answer for of_round in measured[work, name].answers for answer in of_round]
+    def answers(name: str) -> list[tuple[int, ...]]:
+        return [tuple(answer) for of_round in rounds_of[work, name] for answer in of_round.answers]
 
     floor = answers(FLOOR)
     parts = [
         f"{sum(a == b for a, b in zip(answers(name), floor, strict=False))} of {len(floor)} by {name}"
-        for name in ENGINES
+        for name in names
         if name != FLOOR
     ]
     return f"{work}: the same answers as {FLOOR}: {', '.join(parts)}"

@@ -41,7 +41,7 @@ def bench_vllm(
 
     Each question has to hit where its row says, by the engine's counters, or there is no report.
     """
-    _require_vllm()
+    require_vllm()
     with working_folder() as folder, shared_memory_removed(folder), pool_process(folder, _POOL_BYTES) as pool:
         chosen = named(contenders(pool, folder), [*only, OWN_HIT] if only else [])
         session = Session(folder, model or _demo_model(folder), pool, peers or CHECKOUT / ".venv" / "peers", threads)
@@ -53,7 +53,8 @@ def bench_vllm(
     report("vLLM on the CPU", cases, as_json=json, plot=plot, notes=[_versions(session), *notes])
 
 
-def _require_vllm() -> None:
+def require_vllm() -> None:
+    """Raises `KvtierError` if vLLM is not installed beside kvtier."""
     if importlib.util.find_spec("vllm") is None:
         raise KvtierError(
             "vLLM is not installed where this kvtier is: make .venv/vllm prepares an environment that has both, "

@@ -10,10 +10,13 @@ import json
 import os
 import sys
 import time
+from random import Random
 from typing import Any, TextIO
 
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.metrics.reader import Counter
+
+from kvtier_bench.measuring.workloads import WORKLOADS, Turn
 
 _PATIENCE_S = 60.0
 _OF_ENGINE = frozenset(("model_name", "engine"))
@@ -45,6 +48,40 @@ class Driver:
         outputs = self._llm.generate(requests, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
         return {"seconds": seconds, "num_tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
+
+    def serve(self, work: str, seed: int) -> dict[str, Any]:
+        """Serves one round of `measuring.workloads` greedily, from an empty prefix cache: the fields of a `Round`."""
+        if not self.reset(connector=False):
+            raise RuntimeError("vLLM did not empty its prefix cache: blocks are in use without requests")
+        engine, workload = self._llm.llm_engine, WORKLOADS[work]
+        sampling = SamplingParams(temperature=0, max_tokens=workload.answer_tokens, ignore_eos=True)
+        open_turns, began_s, ttft_s = dict[str, Turn](), dict[str, float](), dict[str, float]()
+        answers, num_computed = dict[int, list[int]](), 0
+
+        def submit(turn: Turn) -> None:
+            request = str(turn.number)
+            open_turns[request], began_s[request] = turn, time.perf_counter()
+            engine.add_request(request, TokensPrompt(prompt_token_ids=turn.prompt), sampling)
+
+        turns = workload.turns(Random(seed), self._llm.llm_engine.model_config.get_vocab_size())
+        start = time.perf_counter()
+        for turn in turns:
+            submit(turn)
+        while open_turns:
+            for output in engine.step():
+                ttft_s.setdefault(output.request_id, time.perf_counter() - began_s[output.request_id])
+                if output.finished:
+                    turn = open_turns.pop(output.request_id)
+                    answers[turn.number] = [*output.outputs[0].token_ids]
+                    num_computed += len(turn.prompt) - (output.num_cached_tokens or 0)
+                    for following in turn.follow(answers[turn.number]):
+                        submit(following)
+        return {
+            "seconds": time.perf_counter() - start,
+            "ttft_s": [*ttft_s.values()],
+            "num_computed": num_computed,
+            "answers": [answers[number] for number in sorted(answers)],
+        }
 
     def settle(self) -> None:
         """Lets the connector end what it does behind requests; a server would, while it idles."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import KvtierError
+from kvtier_bench.measuring.workloads import Round
 
 _CHILD = "kvtier_bench.vllm.engine_child"
 _PATIENCE_S = 600.0
@@ -77,6 +78,10 @@ class EngineProcess:
         """Seconds until all were answered, and the number of tokens in the answers."""
         answer = self._call("generate", prompts=prompts, max_tokens=max_tokens, params=params)
         return float(answer["seconds"]), int(answer["num_tokens"])
+
+    def serve(self, work: str, seed: int) -> Round:
+        """Serves one round of `measuring.workloads` from an empty prefix cache."""
+        return Round(**self._call("serve", work=work, seed=seed))
 
     def settle(self) -> None:
         """Returns when nothing is being saved any more."""
