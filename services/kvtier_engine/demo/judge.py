@@ -52,8 +52,8 @@ def prompts(count: int) -> list[list[dict[str, str]]]:
 def judge(stage: Stage, site: Site, num_prompts: int, note: Callable[[str], None]) -> list[Verdict]:
     """Two engines at the same time, one thread each; bfloat16 over shared memory, float32 over TCP.
 
-    Each is asked several prompts at a time, as by several clients: an answer may depend on those beside it no more than on
-    the cache.
+    Each is asked several prompts at a time, as by several clients: an answer may depend on those beside it no more than
+    on the cache.
     """
     note(f"{num_prompts} prompts twice, in bfloat16 and in float32")
     asked = prompts(num_prompts)
