@@ -19,7 +19,8 @@ from otlp_receiver import ReceivedSpan, otlp_receiver  # noqa: E402
 CLIENT, TRACE = f"{9:016x}", f"{7:032x}"
 PROMPT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 12
 NUM_BLOCKS = 15
-WIDTH, LABELS, ROW, TOP = 960, 250, 22, 34
+WIDTH, LABELS, ROW, TOP, TOOK = 960, 250, 22, 34, 45
+"""Of the picture, its names, a row, what is above the rows, and the words behind a bar."""
 FIRST_PART = 0.72
 """The part of the width that is for the time until the prefill: it is short, and what the picture is about."""
 COLOURS = {"kvtier-engine": "#3b6ea5", "kvtier-pool": "#c2703d"}
@@ -88,9 +89,9 @@ def svg(spans: list[ReceivedSpan]) -> str:
         )
         took_ms = (span.end_ns - span.start_ns) / 1e6
         took = f"{took_ms / 1000:.1f} s" if took_ms >= 1000 else f"{took_ms:.2g} ms"
-        drawn.append(
-            f'<text x="{right + 5:.1f}" y="{top + 15}" fill="#666">{took:,.{0 if took >= 10 else 2}f} ms</text>'
-        )
+        is_in_the_way = right < x(turn) < right + TOOK
+        at = f'x="{left - 5:.1f}" text-anchor="end"' if is_in_the_way else f'x="{right + 5:.1f}"'
+        drawn.append(f'<text {at} y="{top + 15}" fill="#666">{took}</text>')
     at = x(turn)
     drawn.append(
         f'<line x1="{at:.1f}" y1="{TOP - 6}" x2="{at:.1f}" y2="{height - 22}" stroke="#999" stroke-dasharray="4 3"/>'

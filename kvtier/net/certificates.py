@@ -17,6 +17,8 @@ _log = logging.getLogger(__name__)
 _Stamp = tuple[tuple[int, int, int], ...]
 """Inode, size and time of change of each file."""
 _T = TypeVar("_T")
+_NOT_FOR_SERVERS = 26
+"""X509_V_ERR_INVALID_PURPOSE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,8 @@ class Renewed(Generic[_T]):
 def server_context(files: TlsFiles) -> ssl.SSLContext:
     """Makes the context of accepted connections; with `files.ca` only clients whose certificate holds are let in."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, files)
+    if files.certificate is not None:
+        _require_use_by_servers(context, files.certificate)
     context.num_tickets = 0  # a client that never reads would have them reset its connection
     if files.ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
@@ -123,6 +127,33 @@ def _load_pair(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
         raise ConfigError(f"tls: {certificate} or {key} is not PEM with a certificate and its key: {error}") from error
     except OSError as error:
         raise _unreadable(certificate, error) from error
+
+
+def _require_use_by_servers(context: ssl.SSLContext, certificate: Path) -> None:
+    """Raises `ConfigError` when the certificate says what it is for, and that is no server: every client refuses it.
+
+    `ssl` reads no such field by itself: a client in memory, which trusts this very certificate, is shown it.
+    """
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.load_verify_locations(certificate)
+    asking, answering = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = client.wrap_bio(answering, asking), context.wrap_bio(asking, answering, server_side=True)
+    for side in (*sides, sides[0]):  # hello, certificate, and what the client thinks of it
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            if error.verify_code == _NOT_FOR_SERVERS:
+                raise ConfigError(
+                    f"tls: {certificate} is not for servers: its extendedKeyUsage lacks serverAuth, and every client "
+                    "refuses it; issue it with serverAuth, or without that field (docs/tls.md)"
+                ) from error
+            return  # e.g. it has expired, which is told elsewhere, and may be mended while the pool runs
+        except ssl.SSLError:
+            return
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from kvtier.offload.pending_writes import NO_TIER, PendingWrites
 from kvtier.offload.planner import MISSING, PENDING, BlockStatus
 from kvtier.offload.previous import PreviousNames
 from kvtier.offload.speeds import Speeds
+from kvtier.system.logs import current_request_id
 from kvtier.system.tracing import tracing
 from kvtier.tiers.host.entries import Entry
 
@@ -46,6 +47,8 @@ class _Job:
     is_cancelled: bool = False
     trace: str = field(default_factory=tracing.context)
     """The context that it was started in."""
+    request_id: str = field(default_factory=current_request_id)
+    """The request that it was started for, if that is known."""
 
 
 @dataclass(slots=True)
@@ -240,7 +243,7 @@ class Loads:
         self._batches[batch.batch_id] = batch
         job.open.add(batch.batch_id)
         blocks = [(job.names.get(index, job.blocks[index][0]), job.blocks[index][1]) for index in indexes]
-        self._movers.send(LoadBatch(batch.batch_id, source, *columns(blocks, entries), way, job.trace))
+        self._movers.send(LoadBatch(batch.batch_id, source, *columns(blocks, entries), way, job.trace, job.request_id))
 
     def _leave_device(self, batch: _Batch, rank: int) -> None:
         """A rank keeps off the batch's device slots from now on; the last one ends the batch for its job."""

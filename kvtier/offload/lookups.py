@@ -11,6 +11,7 @@ from kvtier.offload.index import BlockIndex
 from kvtier.offload.metrics import HierarchyMetrics
 from kvtier.offload.planner import MISSING, PENDING, BlockStatus
 from kvtier.offload.previous import PreviousKeys, PreviousNames
+from kvtier.system.logs import current_request_id, within_request
 from kvtier.system.tracing import tracing
 from kvtier.tiers.base import Status, Tier
 
@@ -48,7 +49,7 @@ class SharedLookups:
         self._asking = {future for future in self._asking if not future.done()}
         if len(self._asking) >= self._max_asking:
             return None
-        future = self._threads.submit(self._lookup_within, tracing.context(), list(keys))
+        future = self._threads.submit(self._lookup_within, tracing.context(), current_request_id(), list(keys))
         self._asking.add(future)
         future.add_done_callback(lambda _: self._on_answer())
         return future
@@ -57,8 +58,8 @@ class SharedLookups:
         """Waits for the lookups under way, which the tier's deadlines bound."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _lookup_within(self, trace: str, keys: list[BlockKey]) -> list[Status]:
-        with tracing.within(trace):
+    def _lookup_within(self, trace: str, request: str, keys: list[BlockKey]) -> list[Status]:
+        with tracing.within(trace), within_request(request):
             return self._lookup(keys)
 
     def _lookup(self, keys: list[BlockKey]) -> list[Status]:

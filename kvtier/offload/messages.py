@@ -37,6 +37,8 @@ class LoadBatch:
     blocks are in host memory, and `Queued` comes before `Loaded`."""
     trace: str = NO_CONTEXT
     """The context that the load is done within."""
+    request_id: str = ""
+    """The request whose load it is, which lines of the log name; empty: it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

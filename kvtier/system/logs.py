@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
@@ -26,6 +26,7 @@ OURS = ("kvtier", "kvtier_pool", "kvtier_engine", "kvtier_vllm", "kvtier_sglang"
 _FIELDS = ("peer", "tenant", "request_id", "tier", "trace_id")
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _NOTHING: Mapping[str, str] = {}
+_NO_REQUEST = nullcontext()
 _bound: ContextVar[Mapping[str, str]] = ContextVar("kvtier_log_fields", default=_NOTHING)
 """What all lines of the present thread are about."""
 
@@ -77,6 +78,17 @@ def log_fields(**fields: str) -> Iterator[None]:
         yield
     finally:
         _bound.reset(before)
+
+
+def current_request_id() -> str:
+    """The id of the request that the calling thread works for, to be handed on to other threads and processes; empty:
+    it works for none, or for several."""
+    return _bound.get().get("request_id", "")
+
+
+def within_request(request_id: str) -> AbstractContextManager[None]:
+    """Lines that the calling thread logs meanwhile are about this request; an empty id changes nothing."""
+    return log_fields(request_id=request_id) if request_id else _NO_REQUEST
 
 
 def set_up_logs(level: Level | int | None = None, format: Format | None = None, stream: TextIO | None = None) -> None:

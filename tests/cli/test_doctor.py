@@ -221,8 +221,12 @@ def test_another_model_than_the_others(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text(shape)
     found = diagnosed(engine_file(tmp_path, "127.0.0.1:1", "[engine]\nmodel = 'model'"))
     found.tells("engine.model", "no *.safetensors (the weights)", "download the complete model")
-    page = "# TYPE kvtier_engine_prompt_tokens counter\nkvtier_engine_prompt_tokens_total 640.0\n"
-    with running(pool_file(tmp_path)) as pool, an_engine(page) as listen:
+    pages = [
+        "# TYPE kvtier_engine_prompt_tokens counter\nkvtier_engine_prompt_tokens_total 640.0\n"
+        f'kvtier_tier_blocks_total{{tier="pool",op="write",status="stored"}} {num_stored}\n'
+        for num_stored in (0, 4)
+    ]
+    with running(pool_file(tmp_path)) as pool, an_engine(pages[0]) as listen, an_engine(pages[1]) as writer:
         file = engine_file(tmp_path, pool.block, f"[engine]\nlisten = '{listen}'")
         assert not any("namespace" in text for text in diagnosed(file).of("warning"))
         tier = connect(pool.block, token=TOKEN)
@@ -230,6 +234,8 @@ def test_another_model_than_the_others(tmp_path: Path) -> None:
         tier.close()
         found = diagnosed(file)
         found.tells("the pool has 4 blocks", "none of them in 640 tokens", "another namespace", level="warning")
+        file = engine_file(tmp_path, pool.block, f"[engine]\nlisten = '{writer}'")
+        assert not any("namespace" in text for text in diagnosed(file).of("warning")), "they are its own"
 
 
 def test_two_pools_on_one_folder(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Parts of `kvtier doctor` that need machines of other kinds: a GPU, another clock, a disk that is nearly full."""
 
+import os
 import shutil
 import time
 from collections import namedtuple
@@ -9,10 +10,11 @@ import pytest
 
 from configured_pool import running
 from doctor_rig import pool_file
-from kvtier.cli.doctor import disk, gpu, machine
+from kvtier.cli.doctor import disk, folder_owner, gpu, machine
 from kvtier.cli.doctor.clocks import clock_line, pool_clock
 from kvtier.cli.doctor.disk import FolderSettings, folder_lines
 from kvtier.cli.doctor.lines import Level, Line
+from kvtier.tiers.disk.medium.folder import MARKER
 
 GIB = 1 << 30
 TORCH = """
@@ -105,3 +107,19 @@ def test_a_container_with_few_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (line,) = [line for line in machine.machine_looks()[0].run() if line.subject == "cores"]
         assert line.level is level
     assert "the time of 0.5" in line.found
+
+
+def test_a_pool_that_is_the_first_process_of_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its working folder cannot be read, even by its own user."""
+    file, marker, process = tmp_path / "kvtier.toml", tmp_path / MARKER, tmp_path / "proc" / "1"
+    process.mkdir(parents=True)
+    marker.touch()
+    found = os.stat(marker)
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    (tmp_path / "locks").write_text(f"1: FLOCK  ADVISORY  WRITE 1 {place} 0 EOF\n")
+    monkeypatch.setattr(folder_owner, "_LOCKS", tmp_path / "locks")
+    monkeypatch.setattr(folder_owner, "_PROCESSES", tmp_path / "proc")
+    for named, has_file in ((file, True), (tmp_path / "other" / file.name, False)):
+        (process / "cmdline").write_bytes(b"kvtier\0pool\0serve\0--config\0" + os.fsencode(named) + b"\0")
+        owner = folder_owner.owner_of(tmp_path, file)
+        assert owner == folder_owner.Owner(1, f"kvtier pool serve --config {named}", has_file)

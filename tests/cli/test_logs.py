@@ -18,11 +18,20 @@ from kvtier.errors import KvtierError
 from kvtier.identity.keys import tenant_id
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
-from kvtier.system.logs import OURS, bind_log_fields, log_fields, set_up_logs, set_up_logs_within
+from kvtier.system.logs import (
+    OURS,
+    bind_log_fields,
+    current_request_id,
+    log_fields,
+    set_up_logs,
+    set_up_logs_within,
+    within_request,
+)
 from kvtier.system.processes import Service
 from kvtier.system.tracing import tracing
+from kvtier.testing.contract import make_key
 from kvtier.tiers.pool.socket_transport import SocketTransport
-from kvtier.tiers.sidecar import ProcessSettings, SharedMemory, TierProcess
+from kvtier.tiers.sidecar import ProcessSettings, SharedMemory, SidecarTier, TierProcess
 from pool_rig import until
 
 TOKEN = "of-red-0123456789abcdef"
@@ -176,6 +185,21 @@ def test_a_tier_process_logs_as_its_engine_is_told_to(capfd: pytest.CaptureFixtu
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [(line["logger"], line["message"]) for line in lines] == [("__main__", "open failed")]
     assert "TypeError" in lines[0]["traceback"]
+
+
+def test_a_tier_process_says_whose_request_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+    arena = Arena(1, 4096, shared=True)
+    settings = ProcessSettings(factory="aside_rig:memory", settings=str(1 << 20), log_format="json")
+    process = TierProcess(SharedMemory(arena.descriptor, arena.memory), settings, metrics=Metrics())
+    try:
+        with within_request("cmpl-7"), pytest.raises(KvtierError, match="lookup failed in the tier process"):
+            SidecarTier("none of its tiers", process).lookup([make_key("a")])
+        assert current_request_id() == ""
+    finally:
+        process.close()
+        arena.close()
+    (line,) = map(json.loads, capfd.readouterr().err.splitlines())
+    assert (line["message"], line["request_id"]) == ("lookup failed", "cmpl-7")
 
 
 def _connect(address: str, token: str) -> SocketTransport:

@@ -230,6 +230,7 @@ def test_a_pool_counts_what_was_looked_up_and_missed() -> None:
     assert facts is not None
     assert (facts.kind, facts.hit_rate.way, facts.hit_rate.asked, facts.hit_rate.share) == (POOL, "looked up", 100, 0.7)
     assert facts.hit_rate.by_tier == {"memory": 60, "disk": 10}
+    assert (facts.tiers["memory"].found, facts.tiers["memory"].looked_up) == (60, 100), "each lookup begins there"
     assert list(facts.tiers) == ["memory", "disk", "redis"]
     assert (facts.tiers["disk"].bytes_written, facts.tiers["redis"].bytes_written) == (59_351_040, None)
     assert (facts.tiers["redis"].open_breakers, facts.tiers["disk"].open_breakers) == (0, None)

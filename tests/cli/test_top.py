@@ -1,19 +1,14 @@
 """`kvtier top` on a terminal and in a pipe, beside real pools that come, go and come back."""
 
-import fcntl
 import json
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -21,82 +16,19 @@ import pytest
 
 from kvtier.cli.stats.asking import Places
 from kvtier.cli.top.picture import Watch
-from kvtier.clock import MONOTONIC
 from kvtier.config import token_sha256
 from kvtier.system.processes import Service
 from kvtier_bench.measuring.blocks import Rotation
 from kvtier_bench.processes.pool_process import pool_process
+from terminal import ESCAPES, Terminal, on_terminal
 
 MIB = 1 << 20
-PATIENCE_S = 60.0
 OPERATOR = "of-ann-0123456789abcdef"
 COMMAND = [sys.executable, "-m", "kvtier.cli.main", "top"]
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
-class Terminal:
-    """A command on a terminal of its own."""
-
-    def __init__(self, *arguments: str, columns: int = 80) -> None:
-        self._ours, theirs = pty.openpty()
-        self.resize(columns)
-        self.before = termios.tcgetattr(theirs)
-        self._theirs = theirs
-        self.process = subprocess.Popen(
-            [*COMMAND, *arguments],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env={**os.environ, "TERM": "xterm-256color"},
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C and changes of size come by signals
-        )
-        self.shown = ""
-
-    def resize(self, columns: int) -> None:
-        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-
-    def wait_for(self, pattern: str) -> "re.Match[str]":
-        """Reads on until this is there; what was read up to its end is forgotten."""
-        until_s = MONOTONIC() + PATIENCE_S
-        while (found := re.search(pattern, ESCAPES.sub("", self.shown))) is None:
-            assert MONOTONIC() < until_s, f"no {pattern!r} in {self.shown!r}"
-            self._read()
-        self.shown = ""
-        return found
-
-    def type(self, keys: bytes) -> None:
-        os.write(self._ours, keys)
-
-    def end(self) -> tuple[int, str]:
-        """The exit code, and all that was shown last. The terminal has to be as it was."""
-        until_s = MONOTONIC() + PATIENCE_S
-        while self.process.poll() is None:
-            assert MONOTONIC() < until_s
-            self._read()
-        self._read()
-        assert termios.tcgetattr(self._theirs) == self.before
-        return self.process.returncode, self.shown
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        os.close(self._ours)
-        os.close(self._theirs)
-
-    def _read(self) -> None:
-        if select.select([self._ours], [], [], 0.05)[0]:
-            self.shown += os.read(self._ours, 1 << 16).decode(errors="replace")
-
-
-@contextmanager
-def terminal(*arguments: str, columns: int = 80) -> Iterator[Terminal]:
-    opened = Terminal(*arguments, columns=columns)
-    try:
-        yield opened
-    finally:
-        opened.close()
+def terminal(*arguments: str) -> AbstractContextManager[Terminal]:
+    return on_terminal([*COMMAND, *arguments])
 
 
 def test_a_terminal_and_a_pipe(tmp_path: Path) -> None:

@@ -135,6 +135,12 @@ def test_grpc_serves_the_same_blocks(stack: Stack) -> None:
     tier.close()
 
 
+def test_the_doctor_in_the_container_finds_a_pool_that_is_well(stack: Stack) -> None:
+    said = stack.compose("exec", "-T", "pool", "kvtier", "doctor", "--config", "/etc/kvtier/kvtier.toml")
+    assert "in use by process 1, which runs with this file" in " ".join(said.split())
+    assert "\n0 problems, 0 warnings, " in said
+
+
 def test_containers_may_do_little(stack: Stack) -> None:
     for service in ("pool", "redis"):
         name = stack.container(service)

@@ -395,7 +395,7 @@ def test_sigterm_in_the_middle_of_a_long_answer_says_so_and_exits_with_0(tmp_pat
     [
         (["--model", "/nonexistent"], "s" * 20, "no model at /nonexistent"),
         (["--model", "{folder}"], "s" * 20, "folder {folder} has no config.json, no tokenizer.json, no *.safetensors"),
-        (["--port", "{taken}"], "s" * 20, "choose another port"),
+        (["--port", "{taken}"], "s" * 20, "engine.listen: cannot listen on 127.0.0.1:{taken}"),
         ([], "", "RED_SECRET is missing or empty"),
         (["--config", "/nonexistent.toml"], "s" * 20, "/nonexistent.toml"),
     ],

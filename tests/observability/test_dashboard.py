@@ -1,12 +1,18 @@
 """The dashboard: Grafana's model of it holds together, and every query is of metrics that exist."""
 
+import importlib.metadata
 import json
 import re
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from dashboard_rig import DASHBOARD, FOLDER, GRAPHS, ROOT, known, metrics_page, plain, tool
 from promtool import promtool
@@ -45,6 +51,28 @@ def test_the_model_holds_together() -> None:
         assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"]) > 0
         used = set(re.findall(r"\$(\w+)", " ".join(target["expr"] for target in panel["targets"])))
         assert used <= {*variables, "__rate_interval"}
+
+
+def test_grafanas_own_model_has_every_key() -> None:
+    """Read into it and written again, the dashboard is what it was, with defaults beside."""
+    register_default_plugins()
+    version = importlib.metadata.version("grafana-foundation-sdk").partition("!")[2].rpartition(".")[0]
+    assert f"grafana/grafana:{version}." in (ROOT / "docker-compose.yml").read_text(), "the model is of another release"
+    assert list(lost(DASHBOARD, json.loads(JSONEncoder().encode(Dashboard.from_json(DASHBOARD))))) == []
+    wrong = {**DASHBOARD, "tittle": "kvtier"}
+    assert list(lost(wrong, json.loads(JSONEncoder().encode(Dashboard.from_json(wrong))))) == ["/tittle"]
+
+
+def lost(before: Any, after: Any, place: str = "") -> Iterator[str]:
+    """The places of values that are other ones afterwards, or none."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key, value in before.items():
+            yield from lost(value, after.get(key), f"{place}/{key}")
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for number, (one, other) in enumerate(zip(before, after, strict=True)):
+            yield from lost(one, other, f"{place}/{number}")
+    elif before != after:
+        yield place
 
 
 def overlap(one: dict[str, int], other: dict[str, int]) -> bool:

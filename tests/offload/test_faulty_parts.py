@@ -1,7 +1,10 @@
 """The hierarchy over a tier with a bug, and over a device that is slow."""
 
+import io
+import json
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +13,22 @@ import pytest
 from hierarchy_rig import Held, Rig, chain, pool_tier
 from kvtier.device.kv import Blocks, Fence, HostMemoryKV
 from kvtier.identity.keys import StoreKey
+from kvtier.system.logs import JsonLines, within_request
 from kvtier.tiers.base import Status, Tier
 from kvtier.tiers.host.tier import HostTier
 
 pool = pytest.fixture(pool_tier)
+
+
+@pytest.fixture
+def logged() -> Iterator[io.StringIO]:
+    """What is logged, as JSON lines."""
+    log, written = logging.getLogger("kvtier"), io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(JsonLines())
+    log.addHandler(handler)
+    yield written
+    log.removeHandler(handler)
 
 
 class Misbehaving(Held):
@@ -36,17 +51,22 @@ class Misbehaving(Held):
 
 
 @pytest.mark.parametrize("fault", ["lookup raises", "lookup short", "read raises", "read short"])
-def test_a_tier_with_a_bug_is_a_tier_that_misses(pool: HostTier, fault: str) -> None:
+def test_a_tier_with_a_bug_is_a_tier_that_misses(pool: HostTier, fault: str, logged: io.StringIO) -> None:
+    """A line of the log says so, and whose request it was, though other threads than the caller's ask tiers."""
     hashes, writer = chain(4), Rig(pool)
     writer.save(hashes, range(4))
     writer.settle()
     rig = Rig(Misbehaving(pool, fault))
-    assert rig.tiers_of(hashes) == (["MISS"] if fault.startswith("lookup") else ["pool"]) * 4
-    loaded = rig.load(hashes, range(4))
+    with within_request("r1"):
+        assert rig.tiers_of(hashes) == (["MISS"] if fault.startswith("lookup") else ["pool"]) * 4
+        loaded = rig.load(hashes, range(4))
     assert loaded.failed == (frozenset(range(4)) if fault.startswith("read") else frozenset())
     rig.settle()
     rig.close()
     writer.close()
+    (line,) = map(json.loads, logged.getvalue().splitlines())
+    assert (line["tier"], line["request_id"]) == ("pool", "r1")
+    assert line["message"].startswith("looking up" if fault.startswith("lookup") else "loading")
 
 
 class SlowDevice(HostMemoryKV):

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -162,9 +163,13 @@ def test_healthz_metrics_and_no_torch() -> None:
         assert not [name for name in libraries if name.startswith("libtorch")]
 
 
-def test_a_port_in_use_is_a_clear_error() -> None:
-    with running() as address, pytest.raises(ConfigError, match=re.escape(address)):
-        PoolService(pool_config(listen=[], grpc_listen=[address])).start()
+@pytest.mark.parametrize("key", ["listen", "grpc_listen", "http_listen"])
+def test_a_port_in_use_is_told_with_its_key(key: str) -> None:
+    with running() as address:
+        taken: dict[str, Any] = {"listen": [], "grpc_listen": [], key: address if key == "http_listen" else [address]}
+        said = rf"pool_service\.{key}: cannot listen on .?{re.escape(address)}"
+        with pytest.raises(ConfigError, match=said):
+            PoolService(pool_config(**taken)).start()
 
 
 def test_a_pool_does_not_take_the_grpc_socket_of_another(tmp_path: Path) -> None:

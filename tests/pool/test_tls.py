@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from block_rig import GOLDEN
@@ -316,6 +317,13 @@ def test_version_1_2_still_does(block: str, site: Site) -> None:
 def test_a_server_that_cannot_read_its_files_does_not_start(site: Site) -> None:
     files = TlsFiles(certificate=site.server.certificate, key=site.ca.issue("another", "x.example").key)
     with pytest.raises(ConfigError, match="is not that of"), running_pool(tls=files):
+        pass
+
+
+def test_a_certificate_that_is_for_clients_alone_is_refused_at_the_start(site: Site) -> None:
+    pair = site.ca.issue("client", "127.0.0.1", usages=[ExtendedKeyUsageOID.CLIENT_AUTH])
+    files = TlsFiles(certificate=pair.certificate, key=pair.key, ca=site.ca.certificate)
+    with pytest.raises(ConfigError, match=r"client\.pem is not for servers: .* serverAuth"), running_pool(tls=files):
         pass
 
 

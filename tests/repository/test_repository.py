@@ -91,7 +91,7 @@ def test_every_dependency_has_a_reason() -> None:
     rows = (ROOT / "docs" / "dependencies.md").read_text().splitlines()
     explained = {name for row in rows if row.startswith("|") for name in re.findall(r"[\w-]+", row.split("|")[1])}
     for requirement in [*project["dependencies"], *extras["engine"], *extras["dev"]]:
-        name = requirement.split(">")[0].split("[")[0].split(";")[0].strip()
+        name = re.split(r"[>=\[; ]", requirement)[0]
         assert name in explained or name.startswith("types-"), f"docs/dependencies.md does not say why {name} is needed"
 
 

@@ -2,6 +2,7 @@
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _DAY = datetime.timedelta(days=1)
-_USAGES = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class Authority:
         common_name: str = "nobody",
         valid_days: int = 1,
         curve: ec.EllipticCurve | None = None,
+        usages: Sequence[x509.ObjectIdentifier] = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH),
     ) -> Pair:
-        """A certificate for servers and clients alike, overwriting an older one of this name.
+        """A certificate, by default for servers and clients alike, overwriting an older one of this name.
 
         :param identities: addresses, URIs or DNS names.
         :param valid_days: from now; below 0 it has expired.
@@ -52,7 +53,7 @@ class Authority:
         key = ec.generate_private_key(curve or ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
         builder = _builder(subject, self._name, key.public_key(), valid_days)
-        builder = builder.add_extension(x509.ExtendedKeyUsage(_USAGES), critical=False)
+        builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         if identities:
             builder = builder.add_extension(
                 x509.SubjectAlternativeName([_name(identity) for identity in identities]), critical=False

@@ -4,6 +4,7 @@ from typing import Any
 
 from kvtier.identity.keys import BlockKey
 from kvtier.offload import Block, JobResult
+from kvtier.system.logs import current_request_id
 from kvtier_vllm.kv.device_blocks import DeviceBlocks
 from kvtier_vllm.kv.groups import KVGroups
 from kvtier_vllm.requests.loads import RequestLoads
@@ -19,10 +20,12 @@ class FakeDirectory:
 
     def __init__(self) -> None:
         self.started: list[list[Block]] = []
+        self.started_for: list[str] = []
         self.cancelled: list[int] = []
 
     def start_load(self, blocks: list[Block]) -> int:
         self.started.append(blocks)
+        self.started_for.append(current_request_id())
         return len(self.started)
 
     def cancel(self, job_id: int) -> None:
@@ -39,7 +42,8 @@ def _loading() -> tuple[RequestLoads, DeviceBlocks, FakeDirectory]:
 
 
 def test_what_a_load_has_filled_may_be_saved() -> None:
-    loads, device, _ = _loading()
+    loads, device, fake = _loading()
+    assert fake.started_for == ["request"], "lines of the log about it name the request"
     assert loads.end(DONE) == "request"
     assert device.is_seen(7)
     assert loads.take_loaded() == {"request"}

@@ -70,6 +70,7 @@ def test_salts_tenants_traces_and_figures(
             _is_traced(client, receiver)
             pool.kill()
             _tells_that_the_pool_is_gone(client)
+            _logs_whose_lookup_failed(lab)
 
 
 def _begins_at_zero(client: httpx.Client) -> None:
@@ -92,11 +93,20 @@ def _never_meet(client: httpx.Client, expected: list[Answer]) -> None:
         assert cached_of(answers) == all_hit(PROMPTS)
 
 
-def _logs_whose_request_it_was(lab: Lab) -> None:
+def _logged(lab: Lab) -> list[dict[str, Any]]:
     log = max(lab.home.glob("server-*.log"), key=lambda path: path.stat().st_mtime).read_text()
-    logged = [json.loads(line) for line in log.splitlines() if line.startswith('{"time"')]
-    (warning,) = [line for line in logged if "a request uses no cache" in line["message"]]
+    return [json.loads(line) for line in log.splitlines() if line.startswith('{"time"')]
+
+
+def _logs_whose_request_it_was(lab: Lab) -> None:
+    (warning,) = [line for line in _logged(lab) if "a request uses no cache" in line["message"]]
     assert warning["request_id"].startswith("cmpl-")
+
+
+def _logs_whose_lookup_failed(lab: Lab) -> None:
+    """The line is from another process than the scheduler's, or from another thread."""
+    lines = [line for line in _logged(lab) if line.get("tier") == "pool" and line["level"] == "warning"]
+    assert any(line.get("request_id", "").startswith("cmpl-") for line in lines), lines
 
 
 def _tells_what_was_found(client: httpx.Client) -> None:

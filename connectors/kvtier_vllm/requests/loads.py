@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvtier.offload import Block, Directory, JobResult
+from kvtier.system.logs import within_request
 from kvtier_vllm.kv.device_blocks import DeviceBlocks
 from kvtier_vllm.kv.groups import KVGroups
 from kvtier_vllm.requests.traces import RequestTrace
@@ -36,7 +37,7 @@ class RequestLoads:
         """Begins to load these."""
         device_blocks = self._groups.device_blocks(slot for _, slot in blocks)
         load = _Load(request_id, blocks, device_blocks, self._device.epoch)
-        with trace.within("fetch", blocks=len(blocks)):
+        with trace.within("fetch", blocks=len(blocks)), within_request(request_id):
             self._loads[self._directory.start_load(blocks)] = load
 
     def cancel(self, request_id: str) -> bool:

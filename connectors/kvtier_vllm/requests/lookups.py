@@ -7,6 +7,7 @@ from kvtier.clock import Clock
 from kvtier.identity.keys import BlockKey
 from kvtier.offload import Directory, Planner, PreviousKeys
 from kvtier.offload.planner import PENDING, BlockStatus
+from kvtier.system.logs import within_request
 from kvtier.tiers.base import Status
 from kvtier_vllm.kv.groups import KVGroups
 from kvtier_vllm.requests.keys import RequestKeys
@@ -54,7 +55,8 @@ class RequestLookups:
             self.forget(known)
             lookup.asked = wanted
             keys = self._groups.keys(known.keys.first(wanted.stop)[wanted.start :])
-            with known.trace.within("lookup", blocks=len(wanted)):
+            request = known.request.request_id
+            with known.trace.within("lookup", blocks=len(wanted)), within_request(request):
                 lookup.ticket = self._directory.start_lookup(keys, self._previous(known.keys, wanted.start))
         if lookup.ticket is not None:
             statuses = self._directory.poll_lookup(lookup.ticket)

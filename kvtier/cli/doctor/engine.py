@@ -19,6 +19,8 @@ from kvtier.net.address import GRPC_PREFIX, UNIX_PREFIX, Address
 
 _CLOCK_S = 2.0
 _POOL = "pool"
+_THERE = ("stored", "exists")
+"""Answers to writes after which the pool has the block."""
 
 
 def engine_looks(config: Config, file: Path | None) -> Iterable[Look]:
@@ -58,18 +60,18 @@ def _pool(config: Config) -> Iterable[Line]:
     usage = next((way.usage for way in ways if way.usage is not None), None)
     facts = _facts(config)
     if usage is not None and facts is not None:
-        yield from strangers(facts, usage.num_blocks, usage.used_bytes)
+        yield from strangers(facts, usage.num_blocks)
 
 
-def strangers(facts: Facts, num_blocks: int, used_bytes: int) -> Iterable[Line]:
+def strangers(facts: Facts, num_blocks: int) -> Iterable[Line]:
     """Says whether an engine that runs finds nothing in a pool that has blocks of its tenant by others.
 
-    :param num_blocks: of the tenant, in the pool. :param used_bytes: their size.
+    :param num_blocks: of the tenant, in the pool.
     """
     if not facts.hit_rate.asked or facts.hit_rate.by_tier.get(_POOL):
         return
     of_pool = facts.tiers.get(_POOL)
-    if used_bytes <= (0 if of_pool is None else of_pool.bytes_written or 0):
+    if of_pool is not None and num_blocks <= sum(of_pool.written.get(status, 0) for status in _THERE):
         return  # all that is there may be what this engine has written
     yield Line(
         Level.WARNING,

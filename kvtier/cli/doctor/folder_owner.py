@@ -82,7 +82,7 @@ def _named(words: list[str]) -> str:
 def _is_named(file: Path, pid: int) -> bool:
     """Whether the process or one above it was started with this file. Engines' tiers run in a child of theirs."""
     wanted = file.resolve()
-    while pid > 1:
+    while pid > 0:  # in a container, the service itself is process 1
         words = _words(pid)
         named = (word.rpartition("=")[2] for word in words)
         if any(_same(word, wanted, pid) for word in named) or any(f'{wanted.name}"' in word for word in words):

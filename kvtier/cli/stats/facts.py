@@ -214,11 +214,12 @@ def _tier(samples: Samples, tier: str) -> TierFacts:
     states = [state for state, on in samples.by("kvtier_tier_state", "state", tier=tier).items() if on]
     # Pools of earlier releases count what memory and disk do by other names, or not at all.
     is_pools_memory = tier == "memory"
+    asked = samples.by("kvtier_pool_looked_up_blocks_total", "source") if is_pools_memory else {}  # it is the first
     sent, received = (samples.value(f"kvtier_pool_{way}_bytes_total") for way in ("sent", "received"))
     on_disk = samples.value("kvtier_disk_record_bytes_total", tier=tier, why="new")
     return TierFacts(
-        looked_up=blocks("lookup", "hit", "miss", "pending"),
-        found=blocks("lookup", "hit"),
+        looked_up=_first(blocks("lookup", "hit", "miss", "pending"), sum(asked.values()) if asked else None),
+        found=_first(blocks("lookup", "hit"), asked.get("memory")),
         read_hits=_first(
             blocks("read", "hit"),
             samples.value("kvtier_pool_read_blocks_total", source=tier),

@@ -17,6 +17,7 @@ from kvtier.offload.mover.lending import Loan
 from kvtier.offload.mover.memory import BlockMemory
 from kvtier.offload.mover.threads import Threads
 from kvtier.offload.mover.tiers import MoverTiers
+from kvtier.system.logs import within_request
 from kvtier.system.tracing import tracing
 from kvtier.tiers.base import Status
 
@@ -85,7 +86,7 @@ class Fetcher:
 
     def _load(self, batch: LoadBatch, after: Fence | None) -> None:
         begun_s, waited_s, ok = MONOTONIC(), 0.0, bytes(len(batch.keys))
-        with tracing.within(batch.trace):
+        with tracing.within(batch.trace), within_request(batch.request_id):
             try:
                 ok, waited_s = self._bring(batch, after)
             except Exception:

@@ -17,7 +17,7 @@ from kvtier.memory.slab_layout import SharedSlab
 from kvtier.net.stream import PlainStream
 from kvtier.protocol.block import Fields, trace_field
 from kvtier.protocol.block_socket import FrameSocket
-from kvtier.system.logs import Format, effective_level
+from kvtier.system.logs import Format, current_request_id, effective_level
 from kvtier.tiers.sidecar.event_relay import EventReceiver
 from kvtier.tiers.sidecar.messages import Verb, channel, error_for
 
@@ -102,7 +102,9 @@ class ChildProcess:
         try:
             frames = self._take_channel(deadline)
             try:
-                frames.send_frame({"verb": verb, **fields, **trace_field()}, deadline=deadline)
+                frames.send_frame(
+                    {"verb": verb, **fields, **trace_field(), "request_id": current_request_id()}, deadline=deadline
+                )
                 answer, _ = frames.receive_head(deadline=deadline)
                 number, error = answer.number("news_number"), answer.text("error")
                 if number:

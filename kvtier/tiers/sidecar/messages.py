@@ -1,7 +1,7 @@
 """What engine and tier process say to each other: frames of the block protocol over socket pairs, without payloads.
 
-    request   verb; tier, keys: 64 bytes each; places: offset and length u64 of each block in the shared memory;
-              checksums of blocks to write, u64
+    request   verb; request_id: of the engine's request that it is for, or empty; tier, keys: 64 bytes each; places:
+              offset and length u64 of each block in the shared memory; checksums of blocks to write, u64
     answer    error (empty, or the class of a `KvtierError`), message, values; news: `kvtier.tiers.sidecar.event_relay`
 
 Both ends are of one version and trust each other. What does not parse ends the process all the same.

@@ -26,7 +26,7 @@ from kvtier.metrics import Metrics
 from kvtier.net.stream import PlainStream
 from kvtier.protocol.block import Fields, trace_of
 from kvtier.protocol.block_socket import FrameSocket
-from kvtier.system.logs import set_up_logs
+from kvtier.system.logs import set_up_logs, within_request
 from kvtier.system.tracing import tracing
 from kvtier.tiers.base import Tier
 from kvtier.tiers.sidecar.event_relay import EventSender
@@ -77,16 +77,16 @@ class TierServer:
 
     def _answer(self, request: Fields) -> dict[str, object]:
         verb = request.text("verb")
-        try:
-            with tracing.within(trace_of(request)):
+        with tracing.within(trace_of(request)), within_request(request.text("request_id")):
+            try:
                 answer = {"error": "", **self._ask(verb, request)}
-        except KvtierError as error:
-            answer = {"error": type(error).__name__, "message": str(error)[:_MESSAGE_CHARS]}
-        except Exception as error:
-            # A bug of a tier. The engine takes it for one of a tier of its own: a miss, and a line in the log.
-            _log.exception("%s failed", verb)
-            message = f"{verb} failed in the tier process: {error!r}"
-            answer = {"error": "KvtierError", "message": message[:_MESSAGE_CHARS]}
+            except KvtierError as error:
+                answer = {"error": type(error).__name__, "message": str(error)[:_MESSAGE_CHARS]}
+            except Exception as error:
+                # A bug of a tier. The engine takes it for one of a tier of its own: a miss, and a line in the log.
+                _log.exception("%s failed", verb)
+                message = f"{verb} failed in the tier process: {error!r}"
+                answer = {"error": "KvtierError", "message": message[:_MESSAGE_CHARS]}
         number, news = self._news.take(all_counts=verb in (Verb.NEWS, Verb.CLOSE))
         return {**answer, "news_number": number, "news": news}
 

@@ -12,6 +12,7 @@ from kvtier_engine.demo.stage import Stage
 DTYPES = ("bfloat16", "float32")
 _ANSWER_TOKENS = 24
 _NUM_PEOPLE = 2
+_NUM_AT_A_TIME = 4
 _QUESTIONS = (
     "Write a short story about {}.",
     "Introduce {} at a conference.",
@@ -49,7 +50,11 @@ def prompts(count: int) -> list[list[dict[str, str]]]:
 
 
 def judge(stage: Stage, site: Site, num_prompts: int, note: Callable[[str], None]) -> list[Verdict]:
-    """Two engines at the same time, one thread each; bfloat16 over shared memory, float32 over TCP."""
+    """Two engines at the same time, one thread each; bfloat16 over shared memory, float32 over TCP.
+
+    Each is asked several prompts at a time, as by several clients: an answer may depend on those beside it no more than
+    on the cache.
+    """
     note(f"{num_prompts} prompts twice, in bfloat16 and in float32")
     asked = prompts(num_prompts)
     with ThreadPoolExecutor(len(DTYPES)) as threads:
@@ -62,7 +67,12 @@ def _judge(stage: Stage, way: tuple[str, str], asked: list[list[dict[str, str]]]
     settings = {"num_threads": 1}
     with stage.engine(f"judge-{dtype}", tenant="red", pool_address=address, dtype=dtype, settings=settings) as engine:
         url = engine.ready()["url"]
-        cold = [chat(url, messages, _ANSWER_TOKENS) for messages in asked]
+        cold = _ask(url, asked)
         forget(url)
-        cached = [chat(url, messages, _ANSWER_TOKENS) for messages in asked]
+        cached = _ask(url, asked)
     return Verdict(dtype, cold, cached)
+
+
+def _ask(url: str, asked: list[list[dict[str, str]]]) -> list[Answer]:
+    with ThreadPoolExecutor(_NUM_AT_A_TIME) as clients:
+        return list(clients.map(lambda messages: chat(url, messages, _ANSWER_TOKENS), asked))

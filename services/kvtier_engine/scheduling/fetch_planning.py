@@ -8,6 +8,7 @@ from itertools import takewhile
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.offload import BlockStatus, Hierarchy, PrefixTokens
+from kvtier.system.logs import within_request
 from kvtier.tiers.base import Status
 from kvtier_engine.scheduling.request import Lookup, Request
 
@@ -53,7 +54,7 @@ class FetchPlanning:
             previous = request.previous_keys(range(num_hits, max_hits), self._tokens_per_block)
             if request.spans is not None:
                 request.spans.enter("lookup", blocks=max_hits - num_hits)
-            with within_stage(request):
+            with within_stage(request), within_request(request.log_id):
                 ticket = self._hierarchy.start_lookup(request.keys[num_hits:max_hits], previous)
             lookup = request.lookup = Lookup(num_hits, self._clock(), ticket)
         if lookup.ticket is not None:

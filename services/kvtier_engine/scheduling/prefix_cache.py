@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from kvtier.device.block_pool import BlockPool
 from kvtier.identity.keys import BlockKey
 from kvtier.offload import Block, Cleaner, Hierarchy, JobResult
+from kvtier.system.logs import within_request
 from kvtier.system.tracing import NO_CONTEXT, tracing
 from kvtier_engine.events.kv_events import DEVICE, KVEvents
 from kvtier_engine.scheduling.copy_on_write import CopyOnWrite, CopyTokens
@@ -181,7 +182,7 @@ class PrefixCache:
         blocks = list(zip(keys, fresh, strict=False))
         if request.spans is not None:
             request.spans.enter("fetch", blocks=len(blocks))
-        with within_stage(request):
+        with within_stage(request), within_request(request.log_id):
             request.job_id = self._hierarchy.start_load(blocks, by_layer=self._layerwise_loads and is_alone)
         self._loads[request.job_id] = _Load(request, len(hits), blocks, partial)
         self._loading.update(own)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvtier.identity.keys import BlockHasher, BlockKey, PreviousHasher
 from kvtier.offload import BlockStatus, PreviousKeys
+from kvtier.system.logs import current_request_id
 from kvtier_engine.scheduling.beam_search import BeamSearch, BeamSettings
 from kvtier_engine.scheduling.request_spans import RequestSpans
 
@@ -190,6 +191,8 @@ class Request:
     """None when nobody reads along: then tokens cost nothing before the end."""
     spans: RequestSpans | None = None
     """None: the request is not traced."""
+    log_id: str = field(default_factory=current_request_id)
+    """The request's id as lines of the log have it, from the thread that submits the request."""
     branch: int = 0
     num_prompt_tokens: int = 0
     stage: Stage = Stage.WAITING
@@ -242,6 +245,7 @@ class Request:
             arrived_at=self.arrived_at,
             on_token=self.on_token,
             spans=self.spans,
+            log_id=self.log_id,
             branch=branch,
             stage=self.stage,
             keys=list(self.keys),
