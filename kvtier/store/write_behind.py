@@ -61,7 +61,8 @@ class WriteBehind:
     never for all that another one has queued (docs/adr/0031-fair-scheduling.md).
 
     A block that finds no place in the queue, or that the tier does not take, stays in memory only; it is tried again
-    while the writers are idle, when the tier has taken others, every few seconds, and at the end. So a tier that takes
+    while the writers are idle, in one batch of eight when they never are, when the tier has taken others, every few
+    seconds, and at the end. So a tier that takes
     nothing, a broken disk too, holds nobody up: the pool is one in memory until it is back. A block that memory gives
     up before the tier has it is counted as `evicted_unwritten`: nobody waits.
 

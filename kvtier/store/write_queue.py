@@ -15,6 +15,11 @@ TAKEN = (WriteStatus.STORED, WriteStatus.EXISTS)
 """What a tier says of a block that it has from then on."""
 
 
+_BATCHES_BETWEEN = 7
+"""Batches of what is queued or owed before one of what was put off, while there is always more. Fewer: a tier spends
+more of its time on blocks that nobody was promised. More: those stay in memory only for longer."""
+
+
 class WriteQueue:
     """Blocks on their way down. Hold `changed` around every use; every method is O(keys it names).
 
@@ -49,6 +54,8 @@ class WriteQueue:
         """Blocks that are with a writer; None until the writer has its lease."""
         self._put_off = KeysInTurn()
         """Blocks in memory only, refused or crowded out, and worth another try."""
+        self._num_batches = 0
+        """Batches of other blocks that writers got since they last got what was put off."""
         self._left_out: set[StoreKey] = set()
         """Blocks in memory only, for good, since they came too late."""
         self._declined: set[StoreKey] = set()
@@ -86,9 +93,15 @@ class WriteQueue:
         return bool(self._queued or (self._owed and self.closing) or self.is_time_for_put_off)
 
     @property
+    def is_turn_of_put_off(self) -> bool:
+        """Whether what was put off comes before what is queued or owed, which may never end."""
+        return bool(self._put_off and self.works and self._num_batches >= _BATCHES_BETWEEN)
+
+    @property
     def is_time_for_put_off(self) -> bool:
-        """Only when nothing else is pinned: what found the queue full must not lengthen it."""
-        return bool(self._put_off and self.works and not self._writing)
+        """Whether what was put off has its turn, or nothing else is pinned: what found the queue full must not lengthen
+        it."""
+        return self.is_turn_of_put_off or bool(self._put_off and self.works and not self._writing)
 
     def is_full_for(self, tenant: TenantId) -> bool:
         """Whether as much of the tenant's is pinned as may be."""
@@ -156,15 +169,19 @@ class WriteQueue:
     def take_queued(self, most: int) -> dict[StoreKey, ReadPin | None]:
         """Hands the queued blocks whose turn it is to a writer, with their leases."""
         batch: dict[StoreKey, ReadPin | None] = {**self._queued.take(most)}
+        self._num_batches += bool(batch)
         self._writing.update(batch)
         return batch
 
     def take_owed(self, among: Iterable[StoreKey] | None, most: int) -> list[StoreKey]:
         """Hands owed blocks to a writer, who pins them: those of `among`, or any when that is None."""
-        return self._hand_over(self._owed.take(most, among=among, but=self._writing))
+        taken = self._owed.take(most, among=among, but=self._writing)
+        self._num_batches += bool(taken)
+        return self._hand_over(taken)
 
     def take_put_off(self, most: int) -> list[StoreKey]:
         """Hands blocks that were put off to a writer, who pins them."""
+        self._num_batches = 0
         return self._hand_over(self._put_off.take(most))
 
     def pin(self, batch: dict[StoreKey, ReadPin | None]) -> None:

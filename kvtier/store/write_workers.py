@@ -101,7 +101,7 @@ class WriteWorkers:
                 if not ready:
                     waiting.expect_success()
                 waiting.entered = False
-                if batch := waiting.take_queued(_BATCH_BLOCKS):
+                if not waiting.is_turn_of_put_off and (batch := waiting.take_queued(_BATCH_BLOCKS)):
                     return batch
                 if waiting.closing and not waiting.more_to_write:
                     return {}
@@ -111,10 +111,13 @@ class WriteWorkers:
                 return batch
 
     def _take_unpinned(self, cold: Sequence[StoreKey]) -> dict[StoreKey, ReadPin | None]:
-        """What `write_back` owes and memory is about to evict, or all of it when closing; else what was put off."""
+        """What was put off, if it has its turn; else what `write_back` owes and memory is about to evict, or all of it
+        when closing; else what was put off."""
         waiting = self._waiting
         with waiting.changed:
-            due = waiting.take_owed(None if waiting.closing else cold, _BATCH_BLOCKS)
+            due: list[StoreKey] = []
+            if not waiting.is_turn_of_put_off:
+                due = waiting.take_owed(None if waiting.closing else cold, _BATCH_BLOCKS)
             if not due and waiting.is_time_for_put_off:
                 due = waiting.take_put_off(_BATCH_BLOCKS)
             # There may be more of it, for this thread or another one.

@@ -1,6 +1,9 @@
 """One tenant writes more than the tiers below take; another one writes a little beside it."""
 
+import contextlib
 import urllib.request
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -8,9 +11,10 @@ import pytest
 from configured_pool import BOSS, digest
 from gated_files import GatedFiles
 from kvtier.events import Event, EventKind
-from kvtier.identity.keys import StoreKey
+from kvtier.identity.keys import StoreKey, TenantId, tenant_of
+from kvtier.memory.buffers import ReadableBuffer
 from kvtier.testing.contract import make_key, read_blocks
-from kvtier.tiers.base import WriteStatus
+from kvtier.tiers.base import Item, Status, WriteStatus
 from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.disk import tier as disk
 from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, WAIT_S, connect, core_rig, items, keys, payloads, running_pool, until
@@ -78,6 +82,42 @@ def test_what_is_owed_at_the_end_is_written_in_turns(tmp_path: Path) -> None:
                 waiting.owe(key)
             waiting.closing = False
         assert sorted(due) == sorted(keys(range(2), RED) + keys(range(2), BLUE))
+
+
+class _Flooded(RemoteTier):
+    """With each batch that is written here, somebody stores as many blocks again: something always waits."""
+
+    def __init__(self, store_more: Callable[[int], object]) -> None:
+        super().__init__()
+        self.batches: list[set[TenantId]] = []
+        """Whose blocks came with each batch since the tier works."""
+        self._store_more = store_more
+
+    def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
+        answers = super().write(items)
+        if not self.fails:
+            self.batches.append({tenant_of(key) for key, _, _ in items})
+            if len(self.batches) < 50 and BLUE not in self.batches[-1]:
+                self._store_more(len(items))
+        return answers
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_what_was_put_off_is_written_while_another_tenant_floods_without_end() -> None:
+    labels = count()
+    with contextlib.closing(_Flooded(lambda num: [rig.store(next(labels), tenant=RED) for _ in range(num)])) as remote:
+        with core_rig(remote=remote) as rig:
+            waiting = rig.core._below._ways[0]._waiting
+            remote.fails = True
+            assert rig.store("blue", tenant=BLUE) is WriteStatus.STORED
+            until(lambda: waiting.num_memory_only == 1)
+            remote.may_write.clear()
+            assert {rig.store(next(labels), tenant=RED) for _ in range(4 * BATCH)} == {WriteStatus.STORED}
+            remote.fails = False
+            remote.may_write.set()
+            until(lambda: any(BLUE in batch for batch in remote.batches))
+        assert next(i for i, batch in enumerate(remote.batches) if BLUE in batch) <= 7
+        assert remote.inner.lookup(keys(["blue"], BLUE)) == [Status.HIT]
 
 
 def test_who_needs_memory_takes_back_what_most_is_queued_of(remote: RemoteTier) -> None:
