@@ -40,7 +40,9 @@ def exporting_spans(config: Config, service_name: str) -> Iterator[None]:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise ConfigError("tracing.endpoint: needs OpenTelemetry; pip install 'kvtier[otel]'") from error
+        raise ConfigError(
+            "tracing.endpoint: needs OpenTelemetry: in a checkout of kvtier, pip install '.[otel]'"
+        ) from error
     exporter = OTLPSpanExporter(endpoint=f"{table.endpoint.rstrip('/')}/v1/traces", timeout=_TIMEOUT_S)
     with _exporting(exporter, table.service_name or service_name, config):
         yield

@@ -217,9 +217,13 @@ class SealingKeys:
         try:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as error:
-            raise ConfigError("sealing keys need the package cryptography: pip install kvtier[seal]") from error
+            raise ConfigError(
+                "sealing keys need the package cryptography: in a checkout of kvtier, pip install '.[seal]'"
+            ) from error
         if not hasattr(AESGCM, "encrypt_into"):
-            raise ConfigError("sealing keys need a newer cryptography: pip install --upgrade kvtier[seal]")
+            raise ConfigError(
+                "sealing keys need a newer cryptography: in a checkout of kvtier, pip install --upgrade '.[seal]'"
+            )
         return AESGCM
 
     @cached_property

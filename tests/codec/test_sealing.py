@@ -222,7 +222,7 @@ def test_keys_that_cannot_be_any_are_refused(keys: dict[int, bytes]) -> None:
 
 def test_without_cryptography_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
-    with pytest.raises(ConfigError, match=r"pip install kvtier\[seal\]"):
+    with pytest.raises(ConfigError, match=r"pip install '.\[seal\]'"):
         storage_keys(1)
 
 

@@ -45,7 +45,9 @@ class EventPublisher:
         try:
             import zmq
         except ImportError as error:
-            raise ConfigError("events.endpoint: needs pyzmq; pip install 'kvtier[events]'") from error
+            raise ConfigError(
+                "events.endpoint: needs pyzmq: in a checkout of kvtier, pip install '.[events]'"
+            ) from error
         self._zmq, self._context, self._topic = zmq, zmq.Context(), config.topic.encode()
         self._most_bytes, self._num_bytes = int(config.replay_bytes), 0
         self._kept: OrderedDict[int, bytes] = OrderedDict()

@@ -56,7 +56,9 @@ class JsonGrammars:
         try:
             import llguidance
         except ImportError as error:
-            raise ConfigError("this engine runs without llguidance: pip install 'kvtier[json]'") from error
+            raise ConfigError(
+                "this engine runs without llguidance: in a checkout of kvtier, pip install '.[json]'"
+            ) from error
         matcher_of = llguidance.LLMatcher
         with self._lock:
             if self._tokenizer is None:
