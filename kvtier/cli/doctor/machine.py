@@ -6,6 +6,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def _installed() -> Iterable[str]:
 
 def _release(name: str) -> str:
     """Returns the release of an installed package, without an import of it; empty: it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
+    for distribution in (name, f"{name}-cpu"):  # as vLLM's build for CPUs is called
+        with suppress(PackageNotFoundError):
+            return version(distribution)
+    return ""
