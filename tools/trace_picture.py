@@ -88,7 +88,7 @@ def svg(spans: list[ReceivedSpan]) -> str:
             f'<rect x="{left:.1f}" y="{top + 4}" width="{right - left:.1f}" height="{ROW - 8}" rx="2" fill="{fill}"/>'
         )
         took_ms = (span.end_ns - span.start_ns) / 1e6
-        took = f"{took_ms / 1000:.1f} s" if took_ms >= 1000 else f"{took_ms:.2g} ms"
+        took = f"{took_ms / 1000:.1f} s" if took_ms >= 1000 else f"{took_ms:.{0 if took_ms >= 10 else 2}f} ms"
         is_in_the_way = right < x(turn) < right + TOOK
         at = f'x="{left - 5:.1f}" text-anchor="end"' if is_in_the_way else f'x="{right + 5:.1f}"'
         drawn.append(f'<text {at} y="{top + 15}" fill="#666">{took}</text>')
