@@ -89,10 +89,11 @@ def test_recipes_of_secrets_make_no_halves_of_pairs(there: str, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == [there]
 
 
-def test_the_threat_model_names_tests_that_are_there() -> None:
-    text = (ROOT / "docs" / "security.md").read_text()
+@pytest.mark.parametrize(("page", "least"), [("security.md", 81), ("first-five-minutes.md", 30)])
+def test_pages_name_tests_that_are_there(page: str, least: int) -> None:
+    text = (ROOT / "docs" / page).read_text()
     named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text))
-    assert len(named) > 80
+    assert len(named) >= least
     assert text.count("::") == len(re.findall(r"`tests/[\w/]+\.py::test_\w+`", text)), "each with its path"
     texts = {path: (ROOT / path).read_text() for path, _ in named if (ROOT / path).exists()}
     missing = {(path, name) for path, name in named if f"def {name}(" not in texts.get(path, "")}
