@@ -61,6 +61,17 @@ class FrameSocket:
         else:
             self._send_message(self._heads.encode(header), deadline)
 
+    def send_streamed(
+        self, header: Mapping[str, object], payload: Iterable[_Buffer], payload_bytes: int, *, deadline: float
+    ) -> None:
+        """Sends a header, and a payload of so many bytes that is made while it is sent: each buffer is the caller's
+        again when the next one is asked for."""
+        self._send_message(self._heads.encode(header, payload_bytes), deadline)
+        for buffer in payload:
+            self._send([memoryview(buffer)], deadline)
+            if MONOTONIC() >= deadline:
+                raise TimeoutError("the peer did not receive in time")
+
     def send_bytes(self, data: bytes, *, deadline: float) -> None:
         """Sends bytes that are no frame: for peers that speak another protocol."""
         self._send_message(data, deadline)

@@ -6,9 +6,9 @@ import pytest
 
 from block_rig import GOLDEN, HEADER, KEY, PAYLOAD, receive_frame, session
 from kvtier.codec.stored_form import encode_header, header_from_checksum
-from kvtier.errors import ClosedError
+from kvtier.errors import ClosedError, InvalidInputError
 from kvtier.identity.keys import StoreKey, TenantId
-from kvtier.protocol.block import encode_head
+from kvtier.protocol.block import Result, encode_head, error_for
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.host.slots import WriteSlot
@@ -26,12 +26,15 @@ def rig() -> Iterator[CoreRig]:
         yield rig
 
 
-def write(rig: CoreRig, headers: list[bytes], payload: bytes) -> list[WriteStatus]:
+def write(rig: CoreRig, headers: list[bytes], payload: bytes, **fields: object) -> list[WriteStatus]:
     with session(rig) as client:
-        head = encode_head({"id": 2, "verb": "write", "headers": b"".join(headers)}, len(payload))
+        head = encode_head({"id": 2, "verb": "write", "headers": b"".join(headers), **fields}, len(payload))
         client.sendall(GOLDEN["hello"][0] + head + payload)
         receive_frame(client)
-        return receive_frame(client)[0].members("statuses", WriteStatus)
+        answer = receive_frame(client)[0]
+        if answer.text("result") != Result.OK:
+            raise error_for(answer.text("result"), answer.text("message"))
+        return answer.members("statuses", WriteStatus)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,16 @@ def write(rig: CoreRig, headers: list[bytes], payload: bytes) -> list[WriteStatu
 def test_a_block_exists_only_when_it_is_there(rig: CoreRig, headers: list[bytes], statuses: list[WriteStatus]) -> None:
     assert write(rig, headers, PAYLOAD * len(headers)) == statuses
     assert rig.core.lookup([KEY]) == [Status.HIT if STORED in statuses else Status.MISS]
+    rig.core.discard([KEY])
+    without = [header[:-8] + bytes(8) for header in headers]
+    payload = b"".join(PAYLOAD + header[-8:] for header in headers)
+    assert write(rig, without, payload, checksums_behind=1) == statuses, "behind the blocks they say the same"
+    assert rig.load([KEY], len(PAYLOAD)) == [PAYLOAD if STORED in statuses else None]
+
+
+def test_checksums_that_are_announced_have_to_come(rig: CoreRig) -> None:
+    with pytest.raises(InvalidInputError, match="headers of 22 payload bytes before a payload of 14"):
+        write(rig, [HEADER], PAYLOAD, checksums_behind=1)
 
 
 def test_what_another_request_stored_exists_beside_a_broken_copy(rig: CoreRig) -> None:

@@ -1,7 +1,8 @@
 """One connection of the block protocol, from the engine's side."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from kvtier.errors import InvalidInputError, UnauthenticatedError
 from kvtier.identity.keys import NamespaceId, TenantId
@@ -103,13 +104,30 @@ class PoolConnection:
         self, verb: Verb, fields: Mapping[str, object], payload: Sequence[ReadableBuffer], deadline: float
     ) -> None:
         """Sends a request, to be answered in its turn."""
-        self._request_id += 1
-        self._unanswered.append(self._request_id)
+        header = self._asking(verb, fields)
         try:
-            header = {"id": self._request_id, "verb": verb, **fields, **trace_field()}
             self._socket.send_frame(header, payload, deadline=deadline)
         except ConnectionError:
             return  # a pool that refuses closes while we may still be sending: its reason is there to be read
+
+    def send_streamed(
+        self,
+        verb: Verb,
+        fields: Mapping[str, object],
+        payload: Iterable[ReadableBuffer],
+        payload_bytes: int,
+        deadline: float,
+    ) -> None:
+        """Sends a request as `send` does, with a payload that is made while it is sent: see `FrameSocket`."""
+        header = self._asking(verb, fields)
+        with suppress(ConnectionError):  # as in `send`
+            self._socket.send_streamed(header, payload, payload_bytes, deadline=deadline)
+
+    def _asking(self, verb: Verb, fields: Mapping[str, object]) -> dict[str, object]:
+        """The header of a request that is about to be sent."""
+        self._request_id += 1
+        self._unanswered.append(self._request_id)
+        return {"id": self._request_id, "verb": verb, **fields, **trace_field()}
 
     def receive_answer(self, deadline: float, *, more: bool = False) -> Fields:
         """The answer to the oldest request that has none yet; its payload comes by the same deadline.

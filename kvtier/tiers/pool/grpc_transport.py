@@ -23,7 +23,7 @@ from kvtier.protocol.retention import PinStatus
 from kvtier.protocol.status import error_for
 from kvtier.system.tracing import tracing
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus
-from kvtier.tiers.pool.carried import Incoming, Outgoing, carried, land, landing
+from kvtier.tiers.pool.carried import Incoming, Outgoing, carried, land_whole, landing_whole
 from kvtier.tiers.pool.path_counts import PathCounts
 
 _SERVICE = "/" + pool_pb2.DESCRIPTOR.services_by_name["Pool"].full_name + "/"
@@ -99,11 +99,11 @@ class GrpcTransport:
         with self._counts.timed("read"), _translated():
             stream = self._read(request, timeout=timeout_s, metadata=self._traced())
             try:
-                landings = [landing(target) for target in into]
+                landings = [landing_whole(target) for target in into]
                 for i, header in _receive(stream, landings):
                     self._counts.read_bytes.inc(len(into[i]))
                     fault = _fault(header, keys[i], landings[i])
-                    yield i, fault or land(landings[i], into[i])
+                    yield i, fault or land_whole(landings[i], into[i])
             finally:
                 stream.cancel()
 

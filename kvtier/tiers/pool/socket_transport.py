@@ -2,30 +2,40 @@
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from kvtier.clock import MONOTONIC
 from kvtier.codec.stored_form import HEADER_BYTES, header_from_checksum
 from kvtier.errors import ClosedError, CorruptBlockError, UnavailableError
 from kvtier.identity.keys import NamespaceId, StoreKey, TenantId
-from kvtier.memory.pieces import Payload, together
+from kvtier.memory.pieces import together
 from kvtier.metrics import Metrics
 from kvtier.net.address import Address
 from kvtier.net.tls import ClientTls, require_credentials
-from kvtier.protocol.arriving import ArrivingBlock, receive_blocks
+from kvtier.protocol.arriving import CHECKSUM, ArrivingBlock, receive_blocks
 from kvtier.protocol.block import MAX_FRAME_BLOCKS, Fields, Verb
 from kvtier.protocol.groups import group, require_count, windows
 from kvtier.protocol.retention import PinStatus
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus
-from kvtier.tiers.pool.carriage import ahead, behind
-from kvtier.tiers.pool.carried import Incoming, Outgoing, carried, has_left, helper_of, land, landing
+from kvtier.tiers.pool.carried import (
+    Incoming,
+    Outgoing,
+    SealedArrival,
+    arriving,
+    can_stream,
+    carried,
+    land,
+    landing,
+    streamed,
+)
 from kvtier.tiers.pool.connection import PoolConnection
 from kvtier.tiers.pool.path_counts import PathCounts
 
 _WRITE_PART_BYTES = 4 << 20
 """Payload of one request of a write: little enough to stay in the processor's cache from its checksum to the socket."""
+_STREAMED_PART_BYTES = 16 << 20
+"""Payload of one request of a write of blocks that are made while they are sent."""
 _Call = AbstractContextManager[tuple[PoolConnection, Fields]]
 _T = TypeVar("_T")
 _MAX_IDLE = 8
@@ -96,7 +106,6 @@ class SocketTransport:
         """Reads blocks through the socket, and yields (index, None) for each that has come, or why it is not that
         block. Each piece is checked as soon as it is there."""
         grouped = group(keys, [len(buffer) for buffer in into])
-        helper = helper_of(into[0]) if into else None
         num_answered = 0
         deadline = MONOTONIC() + timeout_s
         with (
@@ -112,9 +121,7 @@ class SocketTransport:
                 require_count(len(headers), len(hits) * HEADER_BYTES)
                 connection.require_payload(sum(len(into[i]) for i in hits))
                 found = [(i, headers[at * HEADER_BYTES :][:HEADER_BYTES]) for at, i in enumerate(hits)]
-                landings = behind(self._receive(connection, found, keys, into), helper)
-                with closing(landings):
-                    yield from landings
+                yield from self._receive(connection, found, keys, into)
                 answer = connection.receive_answer(deadline, more=True)
             require_count(num_answered, len(keys))
 
@@ -124,19 +131,21 @@ class SocketTransport:
         found: Sequence[tuple[int, bytes]],
         keys: Sequence[StoreKey],
         into: Sequence[Incoming],
-    ) -> Iterator[Callable[[], tuple[int, CorruptBlockError | None]]]:
-        """Receives the blocks of one answer, given by index and header. Yields what lands each, and then says its index
-        and what is wrong with it."""
+    ) -> Iterator[tuple[int, CorruptBlockError | None]]:
+        """Receives the blocks of one answer, given by index and header; index and what is wrong with it of each."""
         landings: dict[int, memoryview] = {}
 
-        def arriving() -> Iterator[ArrivingBlock]:
+        def coming() -> Iterator[ArrivingBlock | SealedArrival]:
             for i, header in found:
                 landings[i] = landing(into[i])
-                yield ArrivingBlock.asked_for(i, header, keys[i], landings[i])
+                yield arriving(i, header, keys[i], into[i], landings[i])
 
-        for block in receive_blocks(connection.receive_into, arriving()):
+        for block in receive_blocks(connection.receive_into, coming()):
             self._counts.read_bytes.inc(block.nbytes)
-            yield partial(_land, block, landings.pop(block.tag), into[block.tag])
+            landed = landings.pop(block.tag)
+            if block.fault is None:
+                land(landed, into[block.tag])
+            yield block.tag, block.fault
 
     def lease(
         self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float, *, verified: bool
@@ -147,44 +156,43 @@ class SocketTransport:
         """Writes blocks; a status per block, in order. Asks first what is there already: that is not sent,
         and nothing is while the pool says that this tenant asks too fast."""
         deadline = MONOTONIC() + timeout_s
-        there, throttled = self._look([key for key, _, _ in items], deadline, writes=True) if items else ([], False)
-        if throttled:
+        if not items:
+            return []
+        there, answer = self._look([key for key, _, _ in items], deadline, writes=True)
+        if answer.has("throttled"):
             return [WriteStatus.THROTTLED] * len(items)
         statuses = [WriteStatus.FAILED if status is Status.MISS else WriteStatus.EXISTS for status in there]
         absent = [i for i, status in enumerate(statuses) if status is WriteStatus.FAILED]
-        for i, status in zip(absent, self._send([items[i] for i in absent], deadline), strict=True):
+        sent = self._send([items[i] for i in absent], deadline, may_stream=answer.has("checksums_behind"))
+        for i, status in zip(absent, sent, strict=True):
             statuses[i] = status
         return statuses
 
-    def _look(self, keys: Sequence[StoreKey], deadline: float, *, writes: bool = False) -> tuple[list[Status], bool]:
-        """A status per key, in order, and whether the pool has not looked, since its tenant asks too fast.
+    def _look(self, keys: Sequence[StoreKey], deadline: float, *, writes: bool = False) -> tuple[list[Status], Fields]:
+        """A status per key, in order, and the whole answer.
 
         :param writes: what is absent will be written: that it is says nothing of how well the pool serves.
         """
         grouped = group(keys)
         fields: dict[str, object] = {"groups": grouped.fields, **({"writes": True} if writes else {})}
         with self._call(Verb.LOOKUP, fields, deadline) as (_, answer):
-            return grouped.in_batch_order(answer.members("statuses", Status)), answer.has("throttled")
+            return grouped.in_batch_order(answer.members("statuses", Status)), answer
 
-    def _send(self, items: Sequence[Item[Outgoing]], deadline: float) -> list[WriteStatus]:
+    def _send(self, items: Sequence[Item[Outgoing]], deadline: float, *, may_stream: bool = False) -> list[WriteStatus]:
         """Sends blocks in several requests, one ahead of another's answer: the pool receives and checks one part while
-        the next is on its way. The last part goes first, so that the batch's head is what was used last."""
+        the next is on its way. The last part goes first, so that the batch's head is what was used last.
+
+        :param may_stream: the pool takes checksums behind their blocks.
+        """
         sizes = [len(payload) for _, payload, _ in items]
-        parts = list(windows(sizes, _WRITE_PART_BYTES, MAX_FRAME_BLOCKS))[::-1]
+        streams = may_stream and can_stream(items)
+        part_bytes = _STREAMED_PART_BYTES if streams else _WRITE_PART_BYTES
+        parts = list(windows(sizes, part_bytes, MAX_FRAME_BLOCKS))[::-1]
         blocks = [items[start:stop] for start, stop in parts]
 
         def send(connection: PoolConnection) -> None:
-            travelling = ahead([partial(_carry, part) for part in blocks], helper_of(items[0][1]))
-            with closing(travelling):
-                for part, carried_part in zip(blocks, travelling, strict=True):
-                    headers = b"".join(
-                        header_from_checksum(key, len(payload), checksum)
-                        for (key, _, _), (payload, checksum) in zip(part, carried_part, strict=True)
-                    )
-                    payloads = [together(payload) for payload, _ in carried_part]
-                    connection.send(Verb.WRITE, {"headers": headers}, payloads, deadline)
-                    for item, (payload, _) in zip(part, carried_part, strict=True):
-                        has_left(item, payload)
+            for part in blocks:
+                (_send_streamed if streams else _send_whole)(connection, part, deadline)
 
         statuses = [WriteStatus.FAILED] * len(items)
         if not parts:
@@ -326,12 +334,24 @@ class SocketTransport:
             raise UnavailableError(f"pool at {self._address}: {error}") from error
 
 
-def _carry(items: Sequence[Item[Outgoing]]) -> list[tuple[Payload, int]]:
-    return [carried(item) for item in items]
+def _send_whole(connection: PoolConnection, part: Sequence[Item[Outgoing]], deadline: float) -> None:
+    """Sends blocks that are there as they travel."""
+    travelling = [carried(item) for item in part]
+    headers = b"".join(
+        header_from_checksum(key, len(payload), checksum)
+        for (key, _, _), (payload, checksum) in zip(part, travelling, strict=True)
+    )
+    connection.send(Verb.WRITE, {"headers": headers}, [together(payload) for payload, _ in travelling], deadline)
 
 
-def _land(block: ArrivingBlock, landed: memoryview, target: Incoming) -> tuple[int, CorruptBlockError | None]:
-    return block.tag, block.fault or land(landed, target)
+def _send_streamed(connection: PoolConnection, part: Sequence[Item[Outgoing]], deadline: float) -> None:
+    """Sends blocks while they are sealed: nobody knows their checksums before."""
+    fields = {
+        "headers": b"".join(header_from_checksum(key, len(payload), 0) for key, payload, _ in part),
+        "checksums_behind": 1,
+    }
+    nbytes = sum(len(payload) + CHECKSUM.size for _, payload, _ in part)
+    connection.send_streamed(Verb.WRITE, fields, streamed(part), nbytes, deadline)
 
 
 def _first_answer(connection: PoolConnection, send: Callable[[PoolConnection], None], deadline: float) -> Fields:

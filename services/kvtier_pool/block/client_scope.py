@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from kvtier.errors import InvalidInputError
 from kvtier.identity.keys import NAMESPACE_ID_BYTES, StoreKey, TenantId
+from kvtier.protocol.arriving import CHECKSUM
 from kvtier.protocol.block import Fields
 from kvtier_pool.block.announced import AnnouncedBlocks
 from kvtier_pool.limits import PoolLimits
@@ -42,13 +43,14 @@ class ClientScope:
         return keys, sizes
 
     def announced(self, request: Fields, payload_bytes: int) -> AnnouncedBlocks:
-        """Stored-form headers of the blocks in a payload of so many bytes. Their tenant is as it was sent."""
+        """Stored-form headers of the blocks in a payload of so many bytes, with their checksums behind them where the
+        request says so. Their tenant is as it was sent."""
         blocks = AnnouncedBlocks(request.data("headers"))
         if self._namespaces is not None:
             self._require_named(blocks.namespaces())
         require_blocks(len(blocks.sizes), self._limits)
         require_bytes(payload_bytes, self._limits)
-        announced = sum(blocks.sizes)
+        announced = sum(blocks.sizes) + (CHECKSUM.size * len(blocks.sizes) if request.has("checksums_behind") else 0)
         if announced != payload_bytes:
             raise InvalidInputError(f"headers of {announced} payload bytes before a payload of {payload_bytes}")
         return blocks

@@ -1,10 +1,10 @@
 """The verbs of the block protocol for all clients, wherever they are: decode, call `Store`, encode."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.codec.stored_form import Header
 from kvtier.identity.keys import StoreKey
-from kvtier.protocol.arriving import ArrivingBlock, receive_blocks
+from kvtier.protocol.arriving import CHECKSUM, ArrivingBlock, receive_blocks
 from kvtier.protocol.block import MAX_FRAME_BLOCKS, MAX_FRAME_PAYLOAD_BYTES, Verb
 from kvtier.protocol.groups import windows
 from kvtier.store.store import Store
@@ -45,7 +45,8 @@ class BlockVerbs:
 
     def _lookup(self, request: RequestContext) -> None:
         keys, writes = self._scope.keys(request.request), request.request.has("writes")
-        request.answer({"statuses": bytes(self._core.lookup(keys, counts=not writes))})
+        offers = {"checksums_behind": 1} if writes else {}
+        request.answer({"statuses": bytes(self._core.lookup(keys, counts=not writes)), **offers})
 
     def _discard(self, request: RequestContext) -> None:
         request.answer({"num_discarded": self._core.discard(self._scope.keys(request.request))})
@@ -104,42 +105,37 @@ class BlockVerbs:
         :param run_blocks: how many blocks the request brings.
         """
         outcomes: list[WriteSlot | WriteStatus] = []
-        arrived: list[int] = []
-        """Places of those that are what their headers say."""
+        arrived: dict[int, int] = {}
+        """Checksums of those that are what their headers say, by place."""
+        behind = request.request.has("checksums_behind")
         try:
             for header in headers:
                 outcomes.append(self._begin(header))
             first_copies = _first_copies(headers, outcomes)
             arriving = [
-                ArrivingBlock.wanted(i, header, outcome.view)
+                ArrivingBlock.wanted(i, header, outcome.view, checksum_behind=behind)
                 if isinstance(outcome, WriteSlot)
-                else ArrivingBlock(i, header.stored_length)
+                else ArrivingBlock(i, header.stored_length + (CHECKSUM.size if behind else 0))
                 for i, (header, outcome) in enumerate(zip(headers, outcomes, strict=True))
             ]
             for block in receive_blocks(request.next_piece(), arriving, _PIECE_BYTES):
                 slot = outcomes[block.tag]
                 if isinstance(slot, WriteSlot) and block.fault is None:
-                    arrived.append(block.tag)
+                    arrived[block.tag] = block.checksum
                 elif isinstance(slot, WriteSlot):
                     outcomes[block.tag] = self._core.abort_write(slot)
         finally:
-            self._commit(arrived, headers, outcomes, run_blocks)
+            self._commit(arrived, outcomes, run_blocks)
             statuses = [self._core.abort_write(o) if isinstance(o, WriteSlot) else o for o in outcomes]
         for i, first in first_copies.items():
             if statuses[first] is not WriteStatus.STORED:
                 statuses[i] = statuses[first]
         return statuses
 
-    def _commit(
-        self,
-        arrived: Sequence[int],
-        headers: Sequence[Header],
-        outcomes: list[WriteSlot | WriteStatus],
-        run_blocks: int,
-    ) -> None:
-        """Puts statuses in place of the slots that stand at the places `arrived`."""
+    def _commit(self, arrived: Mapping[int, int], outcomes: list[WriteSlot | WriteStatus], run_blocks: int) -> None:
+        """Puts statuses in place of the slots that stand at the places in `arrived`, which has their checksums."""
         slots = [slot for i in arrived if isinstance(slot := outcomes[i], WriteSlot)]
-        statuses = self._core.commit_all(slots, [headers[i].checksum for i in arrived], run_blocks)
+        statuses = self._core.commit_all(slots, list(arrived.values()), run_blocks)
         for i, status in zip(arrived, statuses, strict=True):
             outcomes[i] = status
 

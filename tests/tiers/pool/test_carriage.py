@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from kvtier.tiers.pool.carriage import HELPED_FROM_BYTES, Rooms, ahead, behind, share
+from kvtier.tiers.pool.carriage import share
 
 Helper = ThreadPoolExecutor | None
 
@@ -33,8 +33,6 @@ def squares(num_calls: int) -> list[Callable[[], int]]:
 def test_results_come_in_order(helper: Helper, num_calls: int) -> None:
     expected = [i * i for i in range(num_calls)]
     assert share(squares(num_calls), helper, never) == list(enumerate(expected))
-    assert list(ahead(squares(num_calls), helper)) == expected
-    assert list(behind(squares(num_calls), helper)) == expected
 
 
 def test_no_call_is_begun_after_the_last(helper: Helper) -> None:
@@ -47,34 +45,8 @@ def test_no_call_is_begun_after_the_last(helper: Helper) -> None:
 def test_an_error_is_the_callers(helper: Helper, failing: int) -> None:
     calls = squares(8)
     calls[failing] = partial(int, "none")
-    for run in (
-        lambda: share(calls, helper, never),
-        lambda: list(ahead(calls, helper)),
-        lambda: list(behind(calls, helper)),
-    ):
-        with pytest.raises(ValueError, match="none"):
-            run()
-
-
-def test_a_caller_that_goes_waits_for_the_helper() -> None:
-    """What is read into belongs to somebody else when a read has returned."""
-    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def slow() -> int:
-        begun.set()
-        may_end.wait()
-        ended.set()
-        return 1
-
-    with ThreadPoolExecutor(1) as threads, ThreadPoolExecutor(1) as closers:
-        results = ahead([lambda: 0, slow], threads)
-        assert next(results) == 0
-        begun.wait()
-        closing = closers.submit(results.close)
-        assert not ended.is_set()
-        may_end.set()
-        closing.result()
-        assert ended.is_set()
+    with pytest.raises(ValueError, match="none"):
+        share(calls, helper, never)
 
 
 def test_a_helper_that_works_for_another_call_is_not_waited_for() -> None:
@@ -82,18 +54,5 @@ def test_a_helper_that_works_for_another_call_is_not_waited_for() -> None:
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(may_end.wait)
         assert share(squares(5), threads, never) == list(enumerate(i * i for i in range(5)))
-        assert list(ahead(squares(5), threads)) == list(behind(squares(5), threads)) == [i * i for i in range(5)]
         assert not other.done()
         may_end.set()
-
-
-def test_large_rooms_are_used_again_and_no_two_at_a_time() -> None:
-    rooms = Rooms()
-    first, second = rooms.take(HELPED_FROM_BYTES), rooms.take(HELPED_FROM_BYTES)
-    assert first.obj is not second.obj
-    kept = first.obj
-    rooms.give(first)
-    assert rooms.take(HELPED_FROM_BYTES).obj is kept
-    assert rooms.take(HELPED_FROM_BYTES).obj is not kept
-    rooms.give(second)
-    assert len(rooms.take(2 * HELPED_FROM_BYTES)) == 2 * HELPED_FROM_BYTES
