@@ -53,6 +53,9 @@ class Stream(Protocol):
         :param descriptors: go with the first byte. Unix sockets only.
         """
 
+    def send_large_pieces(self, is_on: bool) -> None:
+        """Sends as much in a system call as it may, or what is fastest where the interpreter is nobody else's."""
+
     def end_sending(self) -> None:
         """Says that nothing more will come."""
 
@@ -80,7 +83,8 @@ class PlainStream:
         self._takes_descriptors = takes_descriptors
         self._descriptors: deque[int] = deque()
         """Received and not taken yet."""
-        self._piece_bytes = SEND_PIECE_BYTES if connected.family == socket.AF_UNIX else TCP_PIECE_BYTES
+        self._fast_piece_bytes = SEND_PIECE_BYTES if connected.family == socket.AF_UNIX else TCP_PIECE_BYTES
+        self._piece_bytes = self._fast_piece_bytes
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(SEND_SLICE_S))
         if connected.family == socket.AF_UNIX:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, unix_buffer_bytes)
@@ -124,6 +128,10 @@ class PlainStream:
             return self._socket.sendmsg(piece(views, start, self._piece_bytes), ancillary)
         except BlockingIOError:
             return 0
+
+    def send_large_pieces(self, is_on: bool) -> None:
+        """Sends a MiB in a system call from now on: each gives the interpreter up, and waits to have it back."""
+        self._piece_bytes = SEND_PIECE_BYTES if is_on else self._fast_piece_bytes
 
     def wait_for_end(self) -> None:
         """Blocks until the peer has closed, or `shut_down` was called. Beside a thread that uses the stream."""

@@ -49,15 +49,19 @@ class FrameSocket:
         *,
         deadline: float,
         descriptors: Sequence[int] = (),
+        then: Mapping[str, object] | None = None,
     ) -> None:
         """Sends header and payload; the buffers are the caller's again on return.
 
         :param payload: one-dimensional bytes, sent one after the other.
         :param descriptors: duplicated for the peer; Unix sockets only.
+        :param then: the header of another frame, without payload, that goes out in the last system call of this one.
         """
-        if payload or descriptors:
-            head = self._heads.encode(header, sum(map(len, payload)))
-            self._send([memoryview(part) for part in (head, *payload)], deadline, descriptors)
+        if payload or descriptors or then is not None:
+            parts = [self._heads.encode(header, sum(map(len, payload))), *payload]
+            if then is not None:
+                parts.append(self._heads.encode(then))
+            self._send([memoryview(part) for part in parts], deadline, descriptors)
         else:
             self._send_message(self._heads.encode(header), deadline)
 
@@ -75,6 +79,10 @@ class FrameSocket:
     def send_bytes(self, data: bytes, *, deadline: float) -> None:
         """Sends bytes that are no frame: for peers that speak another protocol."""
         self._send_message(data, deadline)
+
+    def send_large_pieces(self, is_on: bool) -> None:
+        """Sends payloads by few system calls, for a process whose threads fight for the interpreter."""
+        self._stream.send_large_pieces(is_on)
 
     def wait(self) -> bool:
         """Blocks, however long, until a frame begins. False when the connection has ended instead."""

@@ -18,7 +18,7 @@ from kvtier.cli.options import LogFormat, LogLevel, with_log_options
 from kvtier.config import Config, load_config, parse_config
 from kvtier.config.findings import log_warnings
 from kvtier.errors import ConfigError
-from kvtier.memory.malloc import keep_freed_memory
+from kvtier.memory.malloc import give_back_freed_memory, keep_freed_memory
 from kvtier.system.logs import set_up_logs
 from kvtier.system.open_files import raise_open_files_limit
 from kvtier.system.private_process import make_process_private
@@ -145,6 +145,8 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     ending = threading.Event()
     operators = OperatorServer(OperatorVerbs(service, reloader, ending.is_set).verbs())
     operators.start()
+    gc.collect()
+    give_back_freed_memory()  # what imports, and reading the configuration, have left
     block, grpc = ",".join(addresses.block), ",".join(addresses.grpc)
     print(f"ready block={block} grpc={grpc} http={addresses.http}", flush=True)
     # The kernel may give the signal to another thread, and Python runs the handler in this one, when it wakes. So that

@@ -124,7 +124,7 @@ class PoolService:
         self._places = (calls, connections, grpc_connections)
         self._rates = rates = TenantRates(metrics)
         rates.set_tenants(tenants, config.tenants)
-        turns = FairTurns()
+        self._turns = turns = FairTurns()
         self._servicer = servicer = PoolServicer(self._core, callers, limits, metrics, calls, rates, turns)
         with ExitStack() as undo:
             undo.callback(self._core.close)
@@ -135,6 +135,8 @@ class PoolService:
                 self._recorder.start()
                 undo.callback(self._recorder.close)
             self._core.start()
+            turns.load.start()
+            undo.callback(turns.load.stop)
             if self._clients is not None:
                 self._clients.start()
                 undo.callback(self._clients.stop)
@@ -239,6 +241,7 @@ class PoolService:
         calls_deadline = MONOTONIC() + grace_s * _CALLS_SHARE_OF_GRACE
         self._block.stop(calls_deadline - MONOTONIC())
         self._grpc.stop(max(0.0, calls_deadline - MONOTONIC()))
+        self._turns.load.stop()
         if self._clients is not None:
             self._clients.stop()
         reports = self._core.drain(max(0.0, deadline - MONOTONIC()))

@@ -2,18 +2,29 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvtier.clock import MONOTONIC, Clock
-from kvtier.identity.keys import TenantId
+from kvtier.identity.keys import StoreKey, TenantId
+from kvtier.system.interpreter_time import interpreter_s, note_spent
+from kvtier_pool.interpreter_load import InterpreterLoad
 
 _AT_ONCE = 2
 """Requests of a tenant that are handled at a time. More: others wait longer for the interpreter's lock (measured: with
 8, hardly better than without turns). Fewer: one core, and the time between two turns, is all that a tenant gets."""
 _TURN_S = 0.01
 """How long a turn counts. A request that takes longer waits for a disk or a network, which costs others nothing."""
+_LATE_TURN_S = 0.03
+"""The same while threads are late: a request that takes longer than `_TURN_S` may be waiting for the interpreter."""
+_CREDIT_S = 0.02
+"""What a tenant has of the interpreter beyond its share when it was quiet: its first requests wait for nothing."""
+_MOST_OWED_S = 0.5
+"""The longest that a tenant waits for what it has had."""
+_PART_KEYS = 256
+"""Keys of a turn: about a millisecond, where there is a disk and a Redis. More: others wait as long, several times in
+a read. Fewer: the time between two turns counts for more, and so does each exchange with a Redis."""
 _SEVERAL_S = 1.0
 """How long after requests of two tenants there are turns. No turn: about 0.2 us a request."""
 
@@ -27,6 +38,8 @@ class Turn:
     """When it does not count any more; set anew when it begins."""
     may_begin: "threading.Lock | None" = None
     """Released when it begins; None: at once."""
+    began_s: float = 0.0
+    """`interpreter_s` of its thread when it began. That thread's only."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +53,8 @@ class _Turns:
 
 class FairTurns:
     """Lets two requests of each tenant be handled at a time, in the order in which they came, while several tenants
-    ask. Any thread.
+    ask; and while threads are late, none of a tenant that has had more than its share of the interpreter's time, and
+    one of a tenant that soon has (`InterpreterLoad`). Any thread.
 
     Each connection and each call of gRPC has a thread, and threads compete for the interpreter's lock as equals:
     without turns, whoever has 60 connections has 60 parts of it. A tenant waits for its own requests alone, so no
@@ -49,7 +63,9 @@ class FairTurns:
     """
 
     def __init__(self, clock: Clock = MONOTONIC) -> None:
+        """`load.start` has it see how late threads are."""
         self._clock = clock
+        self.load = InterpreterLoad(clock)
         self._last: TenantId | None = None
         """The tenant that has asked last. Written whole, by any thread: a lost change is made up for by the next."""
         self._several_until_s = float("-inf")
@@ -57,9 +73,11 @@ class FairTurns:
         self._lock = threading.Lock()
         self._of: dict[TenantId, _Turns] = {}
         """Tenants that have turns running or waiting. Guarded by _lock."""
+        self._paid_s: dict[TenantId, float] = {}
+        """When each tenant has waited for what it has had of the interpreter. Guarded by _lock."""
 
     def begin(self, tenant: TenantId) -> Turn | None:
-        """Waits for a turn, which `end` takes back. None: nobody else asks, and none is needed."""
+        """Waits for a turn, which `end` takes back, on the same thread. None: nobody else asks, and none is needed."""
         now_s = self._clock()
         if tenant != self._last:
             if self._last is not None:
@@ -67,24 +85,16 @@ class FairTurns:
             self._last = tenant
         if now_s >= self._several_until_s:
             return None
-        turn = Turn(tenant, now_s + _TURN_S)
-        with self._lock:
-            turns = self._of.setdefault(tenant, _Turns())
-            if len(turns.running) < _AT_ONCE and not turns.waiting:
-                turns.running.append(turn)
-                return turn
-            may_begin = turn.may_begin = threading.Lock()
-            may_begin.acquire()
-            turns.waiting.append(turn)
-            most_s = self._most_s(turns, turn)
-        while not may_begin.acquire(timeout=most_s):
-            with self._lock:
-                self._let_begin(turns)
-                most_s = self._most_s(turns, turn)
+        self.load.watch_until(self._several_until_s)
+        turn = Turn(tenant, now_s)
+        self._wait(turn, now_s)
         return turn
 
     def end(self, turn: Turn) -> None:
         """The request is over, or failed."""
+        spent_s = interpreter_s() - turn.began_s
+        note_spent(-spent_s)
+        self.charge(turn.tenant, spent_s)
         with self._lock:
             turns = self._of[turn.tenant]
             if turn in turns.running:
@@ -93,20 +103,84 @@ class FairTurns:
             if not turns.running and not turns.waiting:
                 del self._of[turn.tenant]
 
+    def parts(self, keys: Sequence[StoreKey], turn: Turn | None) -> Iterator[Sequence[StoreKey]]:
+        """The keys of a request in parts, each of which has a turn of its own: all others wait for a part at most.
+
+        :param turn: of the request, which is that of its last part in the end. None: there are no parts.
+        """
+        if turn is None:
+            yield keys
+            return
+        for start in range(0, max(1, len(keys)), _PART_KEYS):
+            if start:
+                self.end(turn)
+                self._wait(turn, self._clock())
+            yield keys[start : start + _PART_KEYS]
+
+    def charge(self, tenant: TenantId, spent_s: float) -> None:
+        """Notes that the tenant has had so much of the interpreter's time: its next turns wait for it."""
+        now_s = self._clock()
+        with self._lock:
+            paid_s = max(self._paid_s.get(tenant, 0.0), now_s - _CREDIT_S) + spent_s / self.load.share
+            self._paid_s[tenant] = min(paid_s, now_s + _MOST_OWED_S)
+
     @contextmanager
-    def of(self, tenant: TenantId) -> Iterator[None]:
+    def charged(self, tenant: TenantId) -> Iterator[None]:
+        """Charges the tenant with what this thread computes inside, but for what its turns are charged with."""
+        began_s = interpreter_s()
+        try:
+            yield
+        finally:
+            if self._clock() < self._several_until_s:
+                self.charge(tenant, interpreter_s() - began_s)
+
+    @contextmanager
+    def of(self, tenant: TenantId) -> Iterator[Turn | None]:
         """Waits for a turn, which is over at the end of the context."""
         turn = self.begin(tenant)
         try:
-            yield
+            yield turn
         finally:
             if turn is not None:
                 self.end(turn)
 
+    def _wait(self, turn: Turn, now_s: float) -> None:
+        """Waits until the turn may begin."""
+        turn.until_s, turn.may_begin = now_s + self._turn_s, None
+        with self._lock:
+            turns = self._of.setdefault(turn.tenant, _Turns())
+            if not turns.waiting and len(turns.running) < self._at_once(turn.tenant, now_s):
+                turns.running.append(turn)
+                turn.began_s = interpreter_s()
+                return
+            may_begin = turn.may_begin = threading.Lock()
+            may_begin.acquire()
+            turns.waiting.append(turn)
+            most_s = self._most_s(turns, turn)
+        while not may_begin.acquire(timeout=most_s):
+            with self._lock:
+                self._let_begin(turns)
+                most_s = self._most_s(turns, turn)
+        turn.began_s = interpreter_s()
+
     def _most_s(self, turns: _Turns, turn: Turn) -> float:
         """How long it takes at most until the turn may begin. Caller holds the lock."""
         place = turns.waiting.index(turn) if turn in turns.waiting else 0
-        return _TURN_S * (1 + place // _AT_ONCE)
+        now_s = self._clock()
+        owed_s = max(0.0, self._paid_s.get(turn.tenant, 0.0) - now_s)
+        return owed_s + self._turn_s * (1 + place // max(1, self._at_once(turn.tenant, now_s)))
+
+    def _at_once(self, tenant: TenantId, now_s: float) -> int:
+        """How many requests of the tenant may be handled at a time: while threads are late, one if it has used half of
+        its credit, and none if it has had more than its share. Caller holds the lock."""
+        credit_s = now_s - self._paid_s.get(tenant, float("-inf"))
+        if self.load.share == 1.0 or credit_s > _CREDIT_S / 2:
+            return _AT_ONCE
+        return 1 if credit_s >= 0 else 0
+
+    @property
+    def _turn_s(self) -> float:
+        return _TURN_S if self.load.share == 1.0 else _LATE_TURN_S
 
     def _let_begin(self, turns: _Turns) -> None:
         """Lets those begin that may. Caller holds the lock."""
@@ -114,9 +188,9 @@ class FairTurns:
             return
         now_s = self._clock()
         turns.running = [turn for turn in turns.running if turn.until_s > now_s]
-        while turns.waiting and len(turns.running) < _AT_ONCE:
+        while turns.waiting and len(turns.running) < self._at_once(turns.waiting[0].tenant, now_s):
             turn = turns.waiting.popleft()
-            turn.until_s = now_s + _TURN_S
+            turn.until_s = now_s + self._turn_s
             turns.running.append(turn)
             assert turn.may_begin is not None, "whoever waits has something to wait for"
             turn.may_begin.release()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from clock_rig import StillClock
 from kvtier.tiers.base import Status, WriteStatus
+from kvtier_pool.interpreter_load import InterpreterLoad
 from kvtier_pool.service import Addresses, PoolService
 from kvtier_pool.turns import FairTurns, Turn
 from pool_grpc_rig import connect as connect_grpc
@@ -105,6 +106,96 @@ def test_who_waits_for_a_disk_or_a_client_keeps_no_turn() -> None:
     assert not turns._of
 
 
+def late(clock: StillClock) -> FairTurns:
+    """Turns that two tenants have asked for, in a pool whose threads are late."""
+    turns = several(clock)
+    turns.load.share = 0.25
+    return turns
+
+
+def test_who_has_had_more_than_its_share_waits_while_threads_are_late_and_others_do_not() -> None:
+    clock = StillClock()
+    turns = late(clock)
+    turns.charge(RED, 0.05)
+    waiting = Waiting(turns)
+    until(lambda: len(turns._of[RED].waiting) == 1)
+    for _ in range(3):
+        turns.end(begin(turns, BLUE))
+    assert waiting.turn is None
+    clock.now_s += 0.05 / 0.25
+    turns.end(waiting.begun())
+    assert not turns._of
+
+
+def test_no_tenant_waits_long_for_what_it_has_had_and_none_while_threads_are_in_time() -> None:
+    clock = StillClock()
+    turns = late(clock)
+    turns.charge(RED, 100.0)
+    waiting = Waiting(turns)
+    until(lambda: len(turns._of[RED].waiting) == 1)
+    clock.now_s += 0.5
+    turns.end(waiting.begun())
+    turns.charge(RED, 100.0)
+    turns.load.share = 1.0
+    turns.end(begin(turns))
+
+
+def test_a_tenant_near_its_share_has_one_request_handled_at_a_time_while_threads_are_late() -> None:
+    turns = late(StillClock())
+    turns.charge(RED, 0.003)
+    first = begin(turns)
+    second = Waiting(turns)
+    until(lambda: len(turns._of[RED].waiting) == 1)
+    blues = [begin(turns, BLUE), begin(turns, BLUE)]
+    assert second.turn is None
+    turns.end(first)
+    for turn in (second.begun(), *blues):
+        turns.end(turn)
+
+
+def test_a_large_request_lets_others_begin_between_its_parts() -> None:
+    turns = several(StillClock())
+    large, other = begin(turns), begin(turns)
+    parts = turns.parts(keys(range(600)), large)
+    assert len(next(parts)) == 256
+    second = Waiting(turns)
+    until(lambda: len(turns._of[RED].waiting) == 1)
+    third = Waiting(turns)
+    until(lambda: len(turns._of[RED].waiting) == 2)
+    with ThreadPoolExecutor(1) as executor:
+        rest = executor.submit(lambda: [len(part) for part in parts])
+        turns.end(second.begun())
+        turns.end(third.begun())
+        assert rest.result(WAIT_S) == [256, 88]
+    assert [list(part) for part in turns.parts(keys([1, 2]), None)] == [keys([1, 2])]
+    turns.end(large)
+    turns.end(other)
+    assert not turns._of
+
+
+def test_the_share_falls_while_threads_are_late_and_comes_back() -> None:
+    load = InterpreterLoad()
+    shares = []
+    for late_s in (0.002, 0.0):
+        for _ in range(20 * 40):
+            load.note(late_s)
+        shares.append(load.share)
+    assert shares == [0.15, 1.0]
+
+
+def test_a_pool_watches_how_late_its_threads_are_while_several_tenants_ask() -> None:
+    load = InterpreterLoad()
+    load.start()
+    try:
+        load.watch_until(load._clock() + WAIT_S)
+        until(lambda: load._num_ticks > 3)
+        load.watch_until(0.0)
+        until(lambda: not load._looked_s)
+        assert load.share == 1.0
+    finally:
+        load.stop()
+
+
 def test_every_request_of_many_connections_is_answered_beside_another_tenants() -> None:
     with running_pool() as pool:
         tiers = [connect(pool.block[0], tenant) for tenant in ["red"] * 8 + ["blue"]]
@@ -116,6 +207,9 @@ def test_every_request_of_many_connections_is_answered_beside_another_tenants() 
             for _ in range(40):
                 if (found := tiers[place].lookup(keys([place], of))) != [Status.HIT]:
                     wrong.append(found)
+            found = tiers[place].lookup(keys(range(600), of))  # in parts
+            if found[place] != Status.HIT or found[9:] != [Status.MISS] * 591:
+                wrong.append(found)
 
         threads = [threading.Thread(target=ask, args=(place,)) for place in range(9)]
         for thread in threads:

@@ -1,9 +1,12 @@
 """How a `FrameSocket` waits for the next frame: it looks for a moment, and sleeps where looking is no use."""
 
+import socket
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
 
+from kvtier.net.stream import PlainStream
 from kvtier.protocol import block_socket
 from kvtier.protocol.block_socket import FrameSocket
 
@@ -37,6 +40,9 @@ class Peer:
     def send(self, views: list[memoryview], start: int, descriptors: Sequence[int] = ()) -> int:
         raise AssertionError("nothing is sent")
 
+    def send_large_pieces(self, is_on: bool) -> None:
+        raise AssertionError("nothing is sent")
+
     end_sending = shut_down = close = lambda self: None
 
 
@@ -65,3 +71,20 @@ def test_nobody_looks_for_what_does_not_come(waits: Callable[[Peer, int], None])
     waits(peer, 3)
     assert peer.num_sleeps == 3
     assert peer.num_looks < 3 * 30
+
+
+@pytest.mark.parametrize("payload", [(), (memoryview(bytes(1000)),)])
+def test_the_last_two_answers_of_a_read_go_out_in_one_system_call(payload: tuple[memoryview, ...]) -> None:
+    ours, theirs = map(PlainStream, socket.socketpair())
+    sender, receiver = FrameSocket(ours), FrameSocket(theirs)
+    deadline = time.monotonic() + 10
+    sender.send_frame({"id": 1}, payload, deadline=deadline, then={"id": 2})
+    came = theirs._socket.recv(1 << 20, socket.MSG_PEEK)
+    for number, nbytes in ((1, sum(map(len, payload))), (2, 0)):
+        head, payload_bytes = receiver.receive_head(deadline=deadline)
+        assert (head.number("id"), payload_bytes) == (number, nbytes)
+        receiver.receive_into([memoryview(bytearray(nbytes))], deadline=deadline)
+    assert theirs.poll(memoryview(bytearray(1))) is None
+    assert len(came) > 1000 * len(payload) + 30
+    for end in (sender, receiver):
+        end.close()

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeVar
@@ -11,6 +12,7 @@ import redis
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import UnavailableError
+from kvtier.system.interpreter_time import note_spent
 from kvtier.tiers.redis.commands import Command
 
 T = TypeVar("T")
@@ -81,12 +83,15 @@ class Exchange(Generic[T]):
         """Whether the caller has given up. Guarded by _lock."""
         self._connection: Any = None
         """The connection that `work` is using. Guarded by _lock."""
+        self._spent_s = 0.0
+        """What `work` has computed. Written before it is over."""
         self._future = threads.submit(self._run, pool, work, in_cluster)
 
     def result(self, deadline: float) -> T:
         """What `work` returns or raises; `TimeoutError` at the deadline (monotonic), when its connection is cut."""
         wait([self._future], timeout=max(0.0, deadline - MONOTONIC()))
         self.close()
+        note_spent(self._spent_s)
         if not self._future.done() or self._future.cancelled():
             raise TimeoutError("no answer in time")
         return self._future.result()
@@ -103,6 +108,7 @@ class Exchange(Generic[T]):
             wait([self._future])
 
     def _run(self, pool: redis.ConnectionPool, work: Callable[[Conversation], T], in_cluster: bool) -> T:
+        began_s = time.thread_time()
         connection: Any = pool.get_connection()
         try:
             with self._lock:
@@ -119,6 +125,7 @@ class Exchange(Generic[T]):
             with self._lock:
                 self._connection = None
             pool.release(connection)
+            self._spent_s = time.thread_time() - began_s
 
 
 def is_wrong_type(answer: object) -> bool:

@@ -29,7 +29,7 @@ from kvtier_pool.limits import PoolLimits
 from kvtier_pool.logins import Door
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.rates import Pace, TenantRates
-from kvtier_pool.turns import FairTurns
+from kvtier_pool.turns import FairTurns, Turn
 from kvtier_pool.wrong_protocol import answer_for
 
 _log = logging.getLogger(__name__)
@@ -110,10 +110,11 @@ class BlockSession:
                     waits = Waits() if tracing.is_on else None
                     is_let_in = pace.let_in(self._cut.wait)
                     turn = self._turns.begin(scope.tenant)
+                    self._connection.send_large_pieces(turn is not None)
                     if waits is not None:
                         waits.end()
                     try:
-                        self._serve(scope.tenant, handlers if is_let_in else refused, pace, waits)
+                        self._serve(scope.tenant, handlers if is_let_in else refused, pace, waits, turn)
                     finally:
                         self._end_large(scope.tenant)
                         if turn is not None:
@@ -166,7 +167,8 @@ class BlockSession:
         login = self.door.tenant(token, self._certificate_names(), self._cut.wait)
         tenant = login.tenant
         bind_log_fields(peer=self.door.peer, tenant=login.name)
-        self._log_in(self, login)
+        with self._turns.of(tenant):  # whoever opens many connections waits as for requests
+            self._log_in(self, login)
         self.login = login  # before the peer hears it and opens the next one
         scope = ClientScope(tenant, hello, self._limits)
         _log.debug("client %r connected", hello.text("client")[:100])
@@ -227,8 +229,17 @@ class BlockSession:
             self._large.give_back(tenant, self._large_bytes)
             self._large_bytes = 0
 
-    def _serve(self, tenant: TenantId, handlers: Mapping[str, Handler], pace: Pace, waits: Waits | None) -> None:
+    def _serve(
+        self,
+        tenant: TenantId,
+        handlers: Mapping[str, Handler],
+        pace: Pace,
+        waits: Waits | None,
+        turn: Turn | None,
+    ) -> None:
         request = self._receive(self._limits.max_call_s, on_large=partial(self._begin_large, tenant))
+        if turn is not None:
+            request.parts = partial(self._turns.parts, turn=turn)
         if self.login is not None and not self.door.is_current(self.login):
             raise UnauthenticatedError("the credentials of this connection are not accepted any more: log in anew")
         verb = request.request.text("verb")

@@ -17,6 +17,8 @@ from kvtier_pool.requests import pin_ttl_ms
 _PIECE_BYTES = 2 << 20
 """The bytes of a piece of the payloads that come in: with many writers, fewer turns of the interpreter's lock and of
 the cores count for more than the processor's second-level cache."""
+_ALL_SENT = {"statuses": b"", "headers": b""}
+"""The last answer to a read."""
 Handler = Callable[[RequestContext], None]
 """Serves one request."""
 
@@ -45,11 +47,15 @@ class BlockVerbs:
 
     def _lookup(self, request: RequestContext) -> None:
         keys, writes = self._scope.keys(request.request), request.request.has("writes")
+        statuses = bytearray()
+        for part in request.parts(keys):
+            statuses += bytes(self._core.lookup(part, counts=not writes))
         offers = {"checksums_behind": 1} if writes else {}
-        request.answer({"statuses": bytes(self._core.lookup(keys, counts=not writes)), **offers})
+        request.answer({"statuses": bytes(statuses), **offers})
 
     def _discard(self, request: RequestContext) -> None:
-        request.answer({"num_discarded": self._core.discard(self._scope.keys(request.request))})
+        keys = self._scope.keys(request.request)
+        request.answer({"num_discarded": sum(self._core.discard(part) for part in request.parts(keys))})
 
     def _usage(self, request: RequestContext) -> None:
         tiers = [
@@ -73,8 +79,11 @@ class BlockVerbs:
         request.answer({"num_unpinned": self._core.unpin(self._scope.keys(request.request))})
 
     def _read(self, request: RequestContext) -> None:
-        """Sends the blocks piece by piece, straight from where they lie; the last answer says that this was all."""
+        """Sends the blocks piece by piece, straight from where they lie; the last answer says that this was all. It
+        goes out with the last piece: each system call gives the interpreter up, and waits to have it back."""
         keys, sizes = self._scope.blocks(request.request)
+        if not keys:
+            request.answer(_ALL_SENT)
         for start, stop in windows(sizes, MAX_FRAME_PAYLOAD_BYTES, MAX_FRAME_BLOCKS):
             with self._core.read(keys[start:stop], sizes[start], len(keys)) as found:
                 blocks = [block for block in found if block is not None]
@@ -82,9 +91,10 @@ class BlockVerbs:
                     "statuses": bytes(Status.MISS if block is None else Status.HIT for block in found),
                     "headers": b"".join(block.header for block in blocks),
                 }
-                request.answer(fields, [block.payload for block in blocks])
-        self._core.touch(keys)
-        request.answer({"statuses": b"", "headers": b""})
+                is_last = stop == len(keys)
+                if is_last:
+                    self._core.touch(keys)
+                request.answer(fields, [block.payload for block in blocks], then=_ALL_SENT if is_last else None)
 
     def _write(self, request: RequestContext) -> None:
         blocks = self._scope.announced(request.request, request.payload_bytes)

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from itertools import groupby
@@ -32,7 +33,7 @@ from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.rates import Pace, TenantRates
 from kvtier_pool.request_span import pool_span
 from kvtier_pool.requests import add_keys, pin_ttl_ms, require_room
-from kvtier_pool.turns import FairTurns
+from kvtier_pool.turns import FairTurns, Turn
 
 _log = logging.getLogger(__name__)
 
@@ -120,10 +121,13 @@ class PoolServicer:
         with self._call("Lookup", context) as login:
             _, is_let_in = self._paced(login)
             request = _parse(pool_pb2.LookupRequest, requests)
-            with _traced("lookup", context, login) as trace, self._turn(login, trace), tracing.within(trace):
+            with _traced("lookup", context, login) as trace, self._turn(login, trace) as turn, tracing.within(trace):
                 keys = self._keys(login.tenant, request.groups)
-                statuses = self._core.lookup(keys) if is_let_in else [Status.MISS] * len(keys)
-                return pool_pb2.LookupResponse(statuses=bytes(statuses)).SerializeToString()
+                if not is_let_in:
+                    statuses = bytes([Status.MISS]) * len(keys)
+                else:
+                    statuses = b"".join(bytes(self._core.lookup(part)) for part in self._turns.parts(keys, turn))
+                return pool_pb2.LookupResponse(statuses=statuses).SerializeToString()
 
     def _read(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         with self._call("Read", context) as login:
@@ -144,9 +148,10 @@ class PoolServicer:
                         tracing.within(trace),
                         self._core.read(keys[start:stop], sizes[start]) as found,
                     ):
-                        messages = list(encode_blocks(_answer(i, block) for i, block in enumerate(found, start)))
+                        messages = deque(encode_blocks(_answer(i, block) for i, block in enumerate(found, start)))
                     pace.take(nbytes=sum(map(len, messages)))
-                    yield from messages
+                    while messages:
+                        yield messages.popleft()  # freed as soon as gRPC has sent it
             self._core.touch(keys)
 
     def _write(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
@@ -168,8 +173,9 @@ class PoolServicer:
         with self._call("Discard", context) as login:
             self._paced(login)
             request = _parse(pool_pb2.DiscardRequest, requests)
-            with self._turns.of(login.tenant):
-                num_discarded = self._core.discard(self._keys(login.tenant, request.groups))
+            with self._turns.of(login.tenant) as turn:
+                keys = self._keys(login.tenant, request.groups)
+                num_discarded = sum(self._core.discard(part) for part in self._turns.parts(keys, turn))
             return pool_pb2.DiscardResponse(num_discarded=num_discarded).SerializeToString()
 
     def _pin(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
@@ -239,12 +245,12 @@ class PoolServicer:
                 del self._streams[subscription]
 
     @contextmanager
-    def _turn(self, login: Login, trace: str) -> Iterator[None]:
+    def _turn(self, login: Login, trace: str) -> Iterator[Turn | None]:
         """A turn of the tenant's, and a span of the wait for it."""
         with ExitStack() as stack:
             with tracing.within(trace), tracing.span("wait for turn"):
-                stack.enter_context(self._turns.of(login.tenant))
-            yield
+                turn = stack.enter_context(self._turns.of(login.tenant))
+            yield turn
 
     @contextmanager
     def _call(self, verb: str, context: grpc.ServicerContext, place: _Place | None = None) -> Iterator[Login]:
@@ -255,7 +261,7 @@ class PoolServicer:
         code = grpc.StatusCode.CANCELLED
         try:
             login = self._callers.login_of(context)
-            with (place or self._places.of_call)(login.tenant):
+            with (place or self._places.of_call)(login.tenant), self._turns.charged(login.tenant):
                 yield login
             code = grpc.StatusCode.OK
         except KvtierError as error:

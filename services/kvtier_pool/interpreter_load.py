@@ -1,0 +1,69 @@
+"""How late the threads of a pool are, and what part of the interpreter's time a tenant may have therefore."""
+
+from kvtier.clock import MONOTONIC, Clock
+from kvtier.system.ticking_thread import TickingThread
+
+_TICK_S = 0.005
+_NUM_TICKS = 20
+"""Ticks between two decisions."""
+_LATE_S = 0.001
+"""Threads that wake up later than that on average wait for each other. A small number slows tenants that do no harm,
+a large one leaves the others waiting."""
+_LEAST_SHARE = 0.15
+"""What a tenant may have however late threads are: enough for some hundred requests a second."""
+_SLOWED, _GROWTH = 0.7, 0.03
+"""The share is multiplied by the one while threads are late, and grows by the other while they are not: it falls in
+some tenths of a second and comes back in some seconds."""
+
+
+class InterpreterLoad:
+    """Looks, while somebody wants to know, how late a thread is that sleeps for a moment: it waits for a core, and then
+    for the interpreter, as all do whose request has come. Any thread may call its methods."""
+
+    def __init__(self, clock: Clock = MONOTONIC) -> None:
+        """`start` starts the thread; without, the share stays 1."""
+        self._clock = clock
+        self.share = 1.0
+        """Seconds of the interpreter that each tenant may have in a second. Written by the thread alone."""
+        self._asked_until_s = float("-inf")
+        """Until then somebody wants to know. Written whole, by any thread."""
+        self._looked_s = 0.0
+        """When the thread looked last. That thread only, as all below."""
+        self._late_s = 0.0
+        self._num_ticks = 0
+        self._thread = TickingThread("kvtier-load", _TICK_S, self._look)
+
+    def start(self) -> None:
+        """Starts the thread. Once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread. Idempotent; allowed without `start`."""
+        self._thread.stop()
+
+    def watch_until(self, until_s: float) -> None:
+        """Looks from now on until then. 0.1 us."""
+        self._asked_until_s = until_s
+        self._thread.wake()
+
+    def note(self, late_s: float) -> None:
+        """Takes in how late the thread was once. That thread only."""
+        self._late_s += max(0.0, late_s)
+        self._num_ticks += 1
+        if self._num_ticks < _NUM_TICKS:
+            return
+        is_late = self._late_s > _LATE_S * self._num_ticks
+        self.share = max(_LEAST_SHARE, self.share * _SLOWED) if is_late else min(1.0, self.share + _GROWTH)
+        self._late_s, self._num_ticks = 0.0, 0
+
+    def _look(self) -> bool:
+        now_s = self._clock()
+        if self._looked_s:
+            self.note(now_s - self._looked_s - _TICK_S)
+        if now_s < self._asked_until_s:
+            self._looked_s = self._clock()
+            return True
+        self.share = 1.0
+        self._looked_s = self._late_s = 0.0
+        self._num_ticks = 0
+        return False
