@@ -110,6 +110,8 @@ class Choice:
     """A few words from a small set, for logs and as the label of a counter, e.g. `prefix`."""
     predicted_s: float | None = None
     """Expected time to first token, where the strategy predicts one."""
+    alternative_s: float | None = None
+    """The lowest that it expected of any other engine; None where it does not predict, or there is no other."""
 
 
 @dataclass(frozen=True, slots=True)
