@@ -1,6 +1,7 @@
 """How busy engines are kept, as far as this gateway keeps them busy."""
 
 import math
+from collections.abc import Sequence
 
 from kvtier_gateway.routing.values import EngineId
 
@@ -38,20 +39,19 @@ class Demand:
         """The engine is gone."""
         self._by_engine.pop(engine, None)
 
-    def harm(self, engine: EngineId, work_s: float, backlog_s: float, num_engines: int) -> float:
-        """Seconds that all who come while the engine is still busy wait longer for this request's work.
+    def waiting(self, engines: Sequence[EngineId]) -> list[float]:
+        """For each of the engines: how many come per second of work that is still to be done there.
 
-        :param work_s: of computing or of fetching: both are done one after the other.
-        :param backlog_s: of the same kind, before it.
-
-        Those are as many as arrive, at one of so many engines, until it is idle: it works off its backlog as fast as
-        what still comes lets it. Fewer come to an engine that has been kept less busy than the mean, and fewest
-        to a new one. Of those that would come to a busier one, some can go elsewhere: for it the mean counts.
+        A request of `work_s` after a backlog of `backlog_s` makes all who come until the engine is idle wait longer by
+        `work_s`: these are `waiting * (backlog_s + work_s)`, as it works off its backlog as fast as what still comes
+        lets it. Fewer come to an engine that has been kept less busy than the mean, and fewest to a new one. Of those
+        that would come to a busier one, some can go elsewhere: for it the mean counts.
         """
         if self._began_s is None or not self._compute_s:
-            return 0.0
+            return [0.0] * len(engines)
         # As many seconds as what has not faded yet was collected in: fewer than 60 in the first minute.
         seen_s = _MEMORY_S * -math.expm1(-max(_YOUNGEST_S, self._at_s - self._began_s) / _MEMORY_S)
-        requests, busy = self._requests / seen_s / num_engines, self._compute_s / seen_s / num_engines
-        share = min(1.0, max(_LEAST_SHARE, self._by_engine.get(engine, 0.0) * num_engines / self._compute_s))
-        return work_s * requests * share * (backlog_s + work_s) / (1 - min(_BUSIEST, busy))
+        requests, busy = self._requests / seen_s / len(engines), self._compute_s / seen_s / len(engines)
+        mean = requests / (1 - min(_BUSIEST, busy))
+        of_mean, computed = len(engines) / self._compute_s, self._by_engine
+        return [mean * min(1.0, max(_LEAST_SHARE, computed.get(engine, 0.0) * of_mean)) for engine in engines]

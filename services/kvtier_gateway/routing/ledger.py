@@ -34,20 +34,18 @@ class Ledger:
         """When the first of them could begin to be computed: the last first token."""
         self._fetches_end_s = 0.0
         self._seen_s = self._predicted_s = _PRIOR_S
-
-    @property
-    def slowness(self) -> float:
-        """What computing takes, over what the prices say: 1 where they are right."""
-        return min(_SLOWEST, self._seen_s / self._predicted_s)
+        self.slowness = 1.0
+        """What computing takes, over what the prices say."""
 
     def backlog_s(self, now_s: float) -> float:
         """Seconds until all that has been sent is computed."""
         if not self._sent:
             return 0.0
-        first = next(iter(self._sent.values()))
+        first, slowness = next(iter(self._sent.values())), self.slowness
         began_s = max(self._free_since_s, first.fetched_at_s)
-        done_s = min(max(0.0, now_s - began_s), first.compute_s * self.slowness)
-        return max(self._compute_s * self.slowness - done_s, 0.0) + max(0.0, began_s - now_s)
+        if began_s > now_s:
+            return self._compute_s * slowness + began_s - now_s
+        return max(0.0, self._compute_s * slowness - min(now_s - began_s, first.compute_s * slowness))
 
     def fetch_backlog_s(self, now_s: float) -> float:
         """Seconds until all that is being fetched is there."""
@@ -68,6 +66,7 @@ class Ledger:
             if seen_s > 0:
                 self._seen_s = _FORGET * self._seen_s + min(seen_s, _SLOWEST * sent.compute_s)
                 self._predicted_s = _FORGET * self._predicted_s + sent.compute_s
+                self.slowness = min(_SLOWEST, self._seen_s / self._predicted_s)
             self._free_since_s = now_s
 
     def drop(self, request: RequestId) -> None:

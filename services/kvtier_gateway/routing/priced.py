@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvtier_gateway.routing.demand import Demand
 from kvtier_gateway.routing.kv_index import KvIndex, Runs
 from kvtier_gateway.routing.ledger import Ledger
-from kvtier_gateway.routing.pricing import cheapest
+from kvtier_gateway.routing.pricing import Work, cheapest
 from kvtier_gateway.routing.strategy import Memoryless
 from kvtier_gateway.routing.under_way import UnderWay
 from kvtier_gateway.routing.values import (
@@ -107,17 +107,24 @@ class Priced(Memoryless):
 
     def offers(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> list[Offer]:
         """What each candidate would make of the prompt."""
-        keys, num_in_pool = prompt.keys or (), prompt.num_in_pool or 0
+        keys, in_pool = prompt.keys or (), prompt.num_in_pool or 0
         coming = self._under_way.runs(keys)
-        in_pool_at = [(run, ready_s + WRITTEN_AFTER_S - now_s) for run, ready_s in coming.values() if run > num_in_pool]
+        in_pool_at = [(run, ready_s + WRITTEN_AFTER_S - now_s) for run, ready_s in coming.values() if run > in_pool]
+        waiting = self._demand.waiting([candidate.engine for candidate in candidates])
+        works: dict[tuple[int, Runs, int], Work] = {}
         offers = []
-        for candidate, runs in zip(candidates, self.content(prompt, candidates), strict=True):
-            backlog_s = self.backlog_s(candidate.engine, now_s)
+        for candidate, runs, crowd in zip(candidates, self.content(prompt, candidates), waiting, strict=True):
+            backlog_s, pool = self.backlog_s(candidate.engine, now_s), in_pool
+            if in_pool_at:
+                pool = max((run for run, ready_s in in_pool_at if ready_s <= backlog_s), default=in_pool)
             if candidate.engine in coming:
                 run = coming[candidate.engine][0]
                 runs = Runs(max(runs.device, run), max(runs.local, run))
-            pool = max((run for run, ready_s in in_pool_at if ready_s <= backlog_s), default=num_in_pool)
-            offers.append(self._offered(prompt, candidate, runs, pool, now_s, len(candidates)))
+            place = (id(candidate.prices), runs, pool)  # engines that are alike are priced once
+            work = works.get(place)
+            if work is None:
+                work = works[place] = cheapest(candidate.prices, prompt, runs, pool)
+            offers.append(self._offered(candidate.engine, work, backlog_s, crowd, now_s))
         return offers
 
     def content(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[Runs]:
@@ -129,19 +136,16 @@ class Priced(Memoryless):
         ledger = self._ledgers.get(engine)
         return ledger.backlog_s(now_s) if ledger is not None else 0.0
 
-    def _offered(
-        self, prompt: Prompt, candidate: Candidate, runs: Runs, num_in_pool: int, now_s: float, num_engines: int
-    ) -> Offer:
-        ledger = self._ledger(candidate.engine)
-        work = cheapest(candidate.prices, prompt, runs, num_in_pool)
-        backlog_s = self.backlog_s(candidate.engine, now_s)
-        fetched_s = ledger.fetch_backlog_s(now_s) + work.fetch_s if work.fetch_s else 0.0
+    def _offered(self, engine: EngineId, work: Work, backlog_s: float, crowd: float, now_s: float) -> Offer:
+        ledger = self._ledger(engine)
         compute_s = work.compute_s * ledger.slowness
-        ttft_s = max(backlog_s, fetched_s) + compute_s
-        harm_s = self._demand.harm(candidate.engine, compute_s, backlog_s, num_engines)
+        ttft_s = backlog_s + compute_s
+        harm_s = crowd * compute_s * ttft_s
         if work.fetch_s:
-            harm_s += self._demand.harm(candidate.engine, work.fetch_s, ledger.fetch_backlog_s(now_s), num_engines)
-        return Offer(candidate.engine, ttft_s + harm_s, ttft_s, work.fetch_s, work.compute_s, work.cut)
+            fetched_s = ledger.fetch_backlog_s(now_s) + work.fetch_s
+            ttft_s = max(ttft_s, fetched_s + compute_s)
+            harm_s += crowd * work.fetch_s * fetched_s
+        return Offer(engine, ttft_s + harm_s, ttft_s, work.fetch_s, work.compute_s, work.cut)
 
     def _ledger(self, engine: EngineId) -> Ledger:
         if engine not in self._ledgers:
