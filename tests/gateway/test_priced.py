@@ -90,6 +90,14 @@ def test_siblings_follow_a_prefix_that_is_being_computed_or_let_the_pool_bring_i
     assert strategy.choose(prompt(range(101), 0), [other], 0.0).reason == "fetch"
 
 
+def test_a_dead_pool_brings_nobody_anything() -> None:
+    strategy = Priced()
+    first = send(strategy, prompt(range(100)), fleet(POOL), 0)
+    other = next(candidate for candidate in fleet(POOL) if candidate.engine != first.engine)
+    send(strategy, prompt(range(5000, 5130)), [other], 1)
+    assert strategy.choose(prompt(range(101), None), [other], 0.0).reason == "backlog"
+
+
 def test_what_was_computed_is_known_before_its_event_comes() -> None:
     strategy = Priced()
     engine = send(strategy, prompt(range(50)), fleet(NO_POOL), 0).engine

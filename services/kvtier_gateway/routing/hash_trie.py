@@ -43,8 +43,7 @@ class HashTrie(Memoryless):
     def sent(self, request: RequestId, prompt: Prompt, choice: Choice, now_s: float) -> None:
         """Remembers the prompt's chunks; the last first, so that ends of prompts are forgotten first."""
         bit = self._bits.bit(choice.engine)
-        for chunk in reversed(list(_chunks(prompt))):
-            self._sent.add(chunk, bit)
+        self._sent.add(reversed(list(_chunks(prompt))), bit)
 
     def engine_left(self, engine: EngineId) -> None:
         """Forgets what it was sent."""

@@ -1,6 +1,6 @@
 """A bounded map from keys to sets of engines."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kvtier_gateway.routing.engine_bits import each_bit
 from kvtier_gateway.routing.values import Key
@@ -25,25 +25,31 @@ class KeyMasks:
         """The bits of the key, 0 where there are none."""
         return self._young.get(key) or self._old.get(key, 0)
 
-    def add(self, key: Key, bit: int) -> None:
-        """Sets a bit of the key, and touches it; 0 only touches it."""
-        mask = self._young.get(key)
-        if mask is None:
-            mask = self._old.pop(key, 0)
-            if not (mask | bit):
-                return
-            if len(self._young) >= self._half:
-                self._old, self._young = self._young, {}
-        self._young[key] = mask | bit
+    def add(self, keys: Iterable[Key], bit: int) -> None:
+        """Sets a bit of the keys, and touches them."""
+        for key in keys:
+            mask = self._young.get(key)
+            if mask is None:
+                self._make_young(key, self._old.pop(key, 0) | bit)
+            elif not mask & bit:
+                self._young[key] = mask | bit
 
-    def remove(self, key: Key, bit: int) -> None:
-        """Clears a bit of the key."""
-        for part in (self._young, self._old):
-            mask = part.get(key, 0)
-            if mask == bit:
-                del part[key]
-            elif mask & bit:
-                part[key] = mask & ~bit
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Those of the keys that are known are forgotten after others."""
+        if self._old:
+            for key in keys:
+                if (mask := self._old.pop(key, 0)) != 0:
+                    self._make_young(key, mask)
+
+    def remove(self, keys: Iterable[Key], bit: int) -> None:
+        """Clears a bit of the keys."""
+        for key in keys:
+            for part in (self._young, self._old):
+                mask = part.get(key, 0)
+                if mask == bit:
+                    del part[key]
+                elif mask & bit:
+                    part[key] = mask & ~bit
 
     def renumber(self, moved: Mapping[int, int]) -> None:
         """Replaces bits by those given, and drops all others. O(keys)."""
@@ -56,3 +62,8 @@ class KeyMasks:
                     part[key] = new[mask]
                 else:
                     del part[key]
+
+    def _make_young(self, key: Key, mask: int) -> None:
+        if len(self._young) >= self._half:
+            self._old, self._young = self._young, {}
+        self._young[key] = mask

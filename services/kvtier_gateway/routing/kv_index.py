@@ -40,8 +40,7 @@ class KvIndex:
             return
         masks, bit = self._media[event.medium], self._bits.bit(engine)
         change = masks.add if isinstance(event, BlocksStored) else masks.remove
-        for key in event.keys:
-            change(key, bit)
+        change(event.keys, bit)
 
     def forget(self, engine: EngineId) -> None:
         """The engine has nothing. O(1); once in 64 times O(keys)."""
@@ -63,8 +62,8 @@ class KvIndex:
             if on_device & ~device:
                 device_ends |= dict.fromkeys(each_bit(on_device & ~device), i)
                 on_device &= device
-            gone = local & ~(device | host_get(key))
-            if gone:
+            gone = local & ~device
+            if gone and (gone := gone & ~host_get(key)):
                 local_ends |= dict.fromkeys(each_bit(gone), i)
                 local ^= gone
                 if not local:
@@ -74,5 +73,4 @@ class KvIndex:
     def touch(self, keys: Sequence[Key]) -> None:
         """These blocks are in use: they are forgotten after others."""
         for masks in self._media.values():
-            for key in keys:
-                masks.add(key, 0)
+            masks.touch(keys)

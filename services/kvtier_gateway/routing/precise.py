@@ -23,6 +23,10 @@ class _Indexed(Memoryless):
     def __init__(self, seed: int = 0) -> None:
         self._random, self._index = random.Random(seed), KvIndex()
 
+    def sent(self, request: RequestId, prompt: Prompt, choice: Choice, now_s: float) -> None:
+        """Keeps the index from forgetting what is in use."""
+        self._index.touch(prompt.keys or ())
+
     def engine_left(self, engine: EngineId) -> None:
         """Forgets what it held."""
         self._index.forget(engine)
@@ -80,6 +84,7 @@ class Dynamo(_Indexed):
 
     def sent(self, request: RequestId, prompt: Prompt, choice: Choice, now_s: float) -> None:
         """Adds its blocks to what is to be computed."""
+        super().sent(request, prompt, choice, now_s)
         blocks, (new,) = len(prompt.keys or ()), self._new_blocks(prompt, [choice.engine])
         self._requests[request] = _Sent(choice.engine, blocks, new)
         self._prefill[choice.engine] = self._prefill.get(choice.engine, 0.0) + new

@@ -77,6 +77,7 @@ class Priced(Memoryless):
         offer = self._offer[1]
         self._ledger(choice.engine).add(request, offer.fetch_s, offer.compute_s, now_s)
         self._demand.add(choice.engine, offer.compute_s, now_s)
+        self._index.touch(prompt.keys or ())
         self._under_way.add(request, choice.engine, prompt.keys or (), now_s + offer.ttft_s)
 
     def first_token(self, request: RequestId, now_s: float) -> None:
@@ -110,6 +111,8 @@ class Priced(Memoryless):
         keys, in_pool = prompt.keys or (), prompt.num_in_pool or 0
         coming = self._under_way.runs(keys)
         in_pool_at = [(run, ready_s + WRITTEN_AFTER_S - now_s) for run, ready_s in coming.values() if run > in_pool]
+        if prompt.num_in_pool is None:
+            in_pool_at.clear()
         waiting = self._demand.waiting([candidate.engine for candidate in candidates])
         works: dict[tuple[int, Runs, int], Work] = {}
         offers = []
