@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from kvtier_gateway.fleet.engine import SimEngine
@@ -77,7 +78,9 @@ class Figures:
         counted = sorted(ttft_s for number, ttft_s in self._ttfts if number >= len(self._ttfts) // 10)
         loads = [(max(window), sum(window) / len(window)) for window in self._windows if any(window)]
         return Summary(
-            *(counted[min(len(counted) - 1, int(share * len(counted)))] for share in (0.5, 0.9, 0.99)),
+            ttft_p50_s=counted[int(0.5 * len(counted))],
+            ttft_p90_s=counted[int(0.9 * len(counted))],
+            ttft_p99_s=counted[int(0.99 * len(counted))],
             max_over_mean_load=sum(highest for highest, _ in loads) / (sum(mean for _, mean in loads) or 1.0),
             fetched_bytes=self._fetched_bytes,
             computed_tokens=self._computed_tokens,
@@ -87,6 +90,13 @@ class Figures:
 
 def mean(summaries: Sequence[Summary]) -> Summary:
     """The mean of each figure."""
-    plain = [summary.plain() for summary in summaries]
-    values = {name: [summary[name] for summary in plain] for name in plain[0]}
-    return Summary(**{name: None if None in all_ else sum(all_) / len(all_) for name, all_ in values.items()})
+    regrets = [summary.regret for summary in summaries if summary.regret is not None]
+    return Summary(
+        ttft_p50_s=fmean(summary.ttft_p50_s for summary in summaries),
+        ttft_p90_s=fmean(summary.ttft_p90_s for summary in summaries),
+        ttft_p99_s=fmean(summary.ttft_p99_s for summary in summaries),
+        max_over_mean_load=fmean(summary.max_over_mean_load for summary in summaries),
+        fetched_bytes=fmean(summary.fetched_bytes for summary in summaries),
+        computed_tokens=fmean(summary.computed_tokens for summary in summaries),
+        regret=fmean(regrets) if regrets else None,
+    )
