@@ -117,6 +117,15 @@ class TestHashTrie:
             send(strategy, Prompt(text=f"{i:03}" * 500), fleet())
         assert len(strategy) <= 100
 
+    def test_engines_that_come_and_go_leave_the_others_what_they_have(self) -> None:
+        strategy, text = make_strategy("hash_trie"), HEAD * 5
+        assert send(strategy, Prompt(text=text), [Candidate(A)]) == A
+        for i in range(200):
+            name = EngineId(f"guest-{i}")
+            send(strategy, Prompt(text=f"{i:04}" * 500), [Candidate(name)])
+            strategy.engine_left(name)
+        assert {strategy.choose(Prompt(text=text), fleet(), 0.0).engine for _ in range(20)} == {A}
+
 
 class TestSimhash:
     def test_near_duplicates_differ_in_few_bits(self) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from kvtier_gateway.routing.values import EngineId
 
+_RETIRED_AT_MOST = 64
+
 
 class EngineBits:
     """Gives every engine a bit. The old bit of one that left or was cleared means nothing any more."""
@@ -11,25 +13,22 @@ class EngineBits:
     def __init__(self) -> None:
         self._bits: dict[EngineId, int] = {}
         self._next = 0
-        self.live = 0
-        """The bits that mean something."""
 
     def bit(self, engine: EngineId) -> int:
         """The engine's bit, given now if it has none."""
         if engine not in self._bits:
             self._bits[engine] = 1 << self._next
-            self.live |= 1 << self._next
             self._next += 1
         return self._bits[engine]
 
     def retire(self, engine: EngineId) -> None:
         """Whatever has the engine's bit is not its any more."""
-        self.live &= ~self._bits.pop(engine, 0)
+        self._bits.pop(engine, None)
 
     @property
-    def num_retired(self) -> int:
-        """Bits that were given and mean nothing any more."""
-        return self._next - len(self._bits)
+    def are_sparse(self) -> bool:
+        """Whether so many bits mean nothing any more that it is time to renumber."""
+        return self._next - len(self._bits) > _RETIRED_AT_MOST
 
     def renumber(self) -> dict[int, int]:
         """Gives live engines the lowest bits. From old bits to new ones, for the owner of what has the old."""
@@ -37,7 +36,6 @@ class EngineBits:
         for i, (engine, old) in enumerate(self._bits.items()):
             moved[old] = self._bits[engine] = 1 << i
         self._next = len(self._bits)
-        self.live = (1 << self._next) - 1
         return moved
 
 

@@ -48,6 +48,8 @@ class HashTrie(Memoryless):
     def engine_left(self, engine: EngineId) -> None:
         """Forgets what it was sent."""
         self._bits.retire(engine)
+        if self._bits.are_sparse:
+            self._sent.renumber(self._bits.renumber())
 
 
 def _chunks(prompt: Prompt) -> Iterator[int]:

@@ -8,7 +8,6 @@ from kvtier_gateway.routing.key_masks import KeyMasks
 from kvtier_gateway.routing.values import BlocksCleared, BlocksStored, EngineId, Key, KvEvent, Medium
 
 MAX_KEYS = 1_000_000
-_RETIRED_AT_MOST = 64
 
 
 class Runs(NamedTuple):
@@ -45,7 +44,7 @@ class KvIndex:
     def forget(self, engine: EngineId) -> None:
         """The engine has nothing. O(1); once in 64 times O(keys)."""
         self._bits.retire(engine)
-        if self._bits.num_retired > _RETIRED_AT_MOST:
+        if self._bits.are_sparse:
             moved = self._bits.renumber()
             for masks in self._media.values():
                 masks.renumber(moved)
