@@ -17,6 +17,8 @@ class Request(NamedTuple):
     tenant: int = 0
     is_write: bool = False
     """These blocks were only added: they are no demand, and count in no hit rate."""
+    num_answer_tokens: int = 0
+    """Length of the answer; 0 where it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)

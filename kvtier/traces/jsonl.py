@@ -60,4 +60,8 @@ def _request(fields: dict[str, object], number: Callable[[object], int]) -> Requ
     timestamp, length, hash_ids = fields["timestamp"], fields["input_length"], fields["hash_ids"]
     if not isinstance(timestamp, (int, float)) or not isinstance(length, int) or not isinstance(hash_ids, list):
         raise TypeError("`timestamp` and `input_length` are numbers, `hash_ids` is a list")
-    return Request(timestamp / 1e3, [number(hash_id) for hash_id in hash_ids], length)
+    answer = fields.get("output_length", 0)
+    if not isinstance(answer, int):
+        raise TypeError("`output_length` is a number")
+    keys = [number(hash_id) for hash_id in hash_ids]
+    return Request(timestamp / 1e3, keys, length, num_answer_tokens=answer)

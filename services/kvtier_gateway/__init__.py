@@ -1,0 +1,1 @@
+"""The gateway in front of engines: it chooses the engine of every request."""

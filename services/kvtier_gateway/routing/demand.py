@@ -1,0 +1,57 @@
+"""How busy engines are kept, as far as this gateway keeps them busy."""
+
+import math
+from collections.abc import Sequence
+
+from kvtier_gateway.routing.values import EngineId
+
+_MEMORY_S = 60.0
+_YOUNGEST_S = 1.0
+_BUSIEST = 0.9
+_LEAST_SHARE = 0.2
+"""Of the mean: this much will come to an engine to which nobody has come yet."""
+
+
+class Demand:
+    """Requests and seconds of computing sent per second, over the last minute or so."""
+
+    def __init__(self) -> None:
+        self._requests = self._compute_s = 0.0
+        """Both fade by e in a minute, and are those of `_at_s`."""
+        self._by_engine: dict[EngineId, float] = {}
+        """Each engine's share of `_compute_s`."""
+        self._began_s: float | None = None
+        self._at_s = 0.0
+
+    def add(self, engine: EngineId, compute_s: float, now_s: float) -> None:
+        """A request that takes so long was sent. O(engines)."""
+        if self._began_s is None:
+            self._began_s = self._at_s = now_s
+        fade = math.exp((self._at_s - now_s) / _MEMORY_S)
+        self._at_s = now_s
+        self._requests = self._requests * fade + 1
+        self._compute_s = self._compute_s * fade + compute_s
+        for name in self._by_engine:
+            self._by_engine[name] *= fade
+        self._by_engine[engine] = self._by_engine.get(engine, 0.0) + compute_s
+
+    def forget(self, engine: EngineId) -> None:
+        """The engine is gone."""
+        self._by_engine.pop(engine, None)
+
+    def waiting(self, engines: Sequence[EngineId]) -> list[float]:
+        """For each of the engines: how many come per second of work that is still to be done there.
+
+        A request of `work_s` after a backlog of `backlog_s` makes all who come until the engine is idle wait longer by
+        `work_s`: these are `waiting * (backlog_s + work_s)`, as it works off its backlog as fast as what still comes
+        lets it. Fewer come to an engine that has been kept less busy than the mean, and fewest to a new one. Of those
+        that would come to a busier one, some can go elsewhere: for it the mean counts.
+        """
+        if self._began_s is None or not self._compute_s:
+            return [0.0] * len(engines)
+        # As many seconds as what has not faded yet was collected in: fewer than 60 in the first minute.
+        seen_s = _MEMORY_S * -math.expm1(-max(_YOUNGEST_S, self._at_s - self._began_s) / _MEMORY_S)
+        requests, busy = self._requests / seen_s / len(engines), self._compute_s / seen_s / len(engines)
+        mean = requests / (1 - min(_BUSIEST, busy))
+        of_mean, computed = len(engines) / self._compute_s, self._by_engine
+        return [mean * min(1.0, max(_LEAST_SHARE, computed.get(engine, 0.0) * of_mean)) for engine in engines]

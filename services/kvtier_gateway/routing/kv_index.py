@@ -1,0 +1,75 @@
+"""What engines hold on their devices and in their host memory, as their KV events tell."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtier_gateway.routing.engine_bits import EngineBits, each_bit
+from kvtier_gateway.routing.key_masks import KeyMasks
+from kvtier_gateway.routing.values import BlocksCleared, BlocksStored, EngineId, Key, KvEvent, Medium
+
+MAX_KEYS = 1_000_000
+
+
+class Runs(NamedTuple):
+    """How many of a prompt's leading blocks an engine has."""
+
+    device: int
+    """On its device."""
+    local: int
+    """On its device or in its host memory, each in either: at least `device`."""
+
+
+class KvIndex:
+    """An index over all engines, bounded by `max_keys` in each medium. Not safe for threads.
+
+    A lookup takes about 0.2 µs for each leading block that any engine has, and 0.5 µs for each engine that has some.
+    """
+
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._bits = EngineBits()
+        self._media = {medium: KeyMasks(max_keys) for medium in Medium}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._media.values()))
+
+    def apply(self, engine: EngineId, event: KvEvent) -> None:
+        """Takes in what an engine told."""
+        if isinstance(event, BlocksCleared):
+            self.forget(engine)
+            return
+        masks, bit = self._media[event.medium], self._bits.bit(engine)
+        change = masks.add if isinstance(event, BlocksStored) else masks.remove
+        change(event.keys, bit)
+
+    def forget(self, engine: EngineId) -> None:
+        """The engine has nothing. O(1); once in 64 times O(keys)."""
+        self._bits.retire(engine)
+        if self._bits.are_sparse:
+            moved = self._bits.renumber()
+            for masks in self._media.values():
+                masks.renumber(moved)
+
+    def runs(self, keys: Sequence[Key], engines: Sequence[EngineId]) -> list[Runs]:
+        """For each engine what it has of the leading blocks."""
+        bits = [self._bits.bit(engine) for engine in engines]
+        device_get, host_get = self._media[Medium.DEVICE].get, self._media[Medium.HOST].get
+        on_device = local = sum(bits)
+        device_ends: dict[int, int] = {}
+        local_ends: dict[int, int] = {}
+        for i, key in enumerate(keys):
+            device = device_get(key)
+            if on_device & ~device:
+                device_ends |= dict.fromkeys(each_bit(on_device & ~device), i)
+                on_device &= device
+            gone = local & ~device
+            if gone and (gone := gone & ~host_get(key)):
+                local_ends |= dict.fromkeys(each_bit(gone), i)
+                local ^= gone
+                if not local:
+                    break
+        return [Runs(device_ends.get(bit, len(keys)), local_ends.get(bit, len(keys))) for bit in bits]
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """These blocks are in use: they are forgotten after others."""
+        for masks in self._media.values():
+            masks.touch(keys)

@@ -1,0 +1,162 @@
+"""`priced`, the default: the engine with the lowest expected time to first token, and the least harm to others."""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtier_gateway.routing.demand import Demand
+from kvtier_gateway.routing.kv_index import KvIndex, Runs
+from kvtier_gateway.routing.ledger import Ledger
+from kvtier_gateway.routing.pricing import Work, cheapest
+from kvtier_gateway.routing.strategy import Memoryless
+from kvtier_gateway.routing.under_way import UnderWay
+from kvtier_gateway.routing.values import (
+    BlocksStored,
+    Candidate,
+    Choice,
+    EngineId,
+    KvEvent,
+    Medium,
+    Prompt,
+    Reads,
+    RequestId,
+)
+
+NEAR = 1.05
+"""Costs within 5 % of the lowest are as good: gateways that know the same do not all choose the same engine."""
+WRITTEN_AFTER_S = 0.1
+"""From computed somewhere to readable in the pool."""
+
+
+class Offer(NamedTuple):
+    """What a candidate would make of a prompt."""
+
+    engine: EngineId
+    cost_s: float
+    """Expected time to first token, and harm."""
+    ttft_s: float
+    fetch_s: float
+    compute_s: float
+    """By the prices, not corrected."""
+    cut: int
+
+
+class Priced(Memoryless):
+    """Prices what every engine would have to fetch and compute after its backlog.
+
+    A pool that is dead has an infinite price, and the same sum follows prefixes. What is sent counts at once: in the
+    backlog, and as blocks that the engine will have. So siblings of a prefix that is being computed follow it, or go
+    where it comes from the pool in time, whichever is sooner.
+    """
+
+    reads = Reads.KEYS
+    follows_events = True
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._index, self._under_way, self._demand = KvIndex(), UnderWay(), Demand()
+        self._ledgers: dict[EngineId, Ledger] = {}
+        self._offer: tuple[Prompt, Offer] | None = None
+        """Of the last choice."""
+
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
+        """Of two at random that are near the lowest cost, the one with fewer requests under way."""
+        offers = self.offers(prompt, candidates, now_s)
+        highest = min(offer.cost_s for offer in offers) * NEAR
+        near = [i for i, offer in enumerate(offers) if offer.cost_s <= highest]
+        two = self._random.sample(near, min(2, len(near)))
+        best = offers[min(two, key=lambda i: (candidates[i].load.requests, offers[i].cost_s))]
+        self._offer = (prompt, best)
+        others = [offer.ttft_s for offer in offers if offer is not best]
+        return Choice(best.engine, _reason(best), best.ttft_s, min(others, default=None))
+
+    def sent(self, request: RequestId, prompt: Prompt, choice: Choice, now_s: float) -> None:
+        """Counts it in the engine's backlog, and its blocks as those that the engine will have."""
+        if self._offer is None or self._offer[0] is not prompt or self._offer[1].engine != choice.engine:
+            self._offer = (prompt, self.offers(prompt, [Candidate(choice.engine)], now_s)[0])
+        offer = self._offer[1]
+        self._ledger(choice.engine).add(request, offer.fetch_s, offer.compute_s, now_s)
+        self._demand.add(choice.engine, offer.compute_s, now_s)
+        self._index.touch(prompt.keys or ())
+        self._under_way.add(request, choice.engine, prompt.keys or (), now_s + offer.ttft_s)
+
+    def first_token(self, request: RequestId, now_s: float) -> None:
+        """Its blocks are on the device from now on: events that say so may come later."""
+        told = self._under_way.remove(request)
+        if told is not None:
+            self._ledger(told[0]).first_token(request, now_s)
+            self._index.apply(told[0], BlocksStored(told[1], Medium.DEVICE))
+
+    def finished(self, request: RequestId, now_s: float) -> None:
+        """Takes it out of the backlog if it never had a token."""
+        told = self._under_way.remove(request)
+        if told is not None:
+            self._ledger(told[0]).drop(request)
+
+    failed = finished
+
+    def engine_left(self, engine: EngineId) -> None:
+        """Forgets its content, its requests and its prices."""
+        self._index.forget(engine)
+        self._under_way.forget(engine)
+        self._demand.forget(engine)
+        self._ledgers.pop(engine, None)
+
+    def kv_event(self, engine: EngineId, event: KvEvent) -> None:
+        """Takes it into the index."""
+        self._index.apply(engine, event)
+
+    def offers(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> list[Offer]:
+        """What each candidate would make of the prompt."""
+        keys, in_pool = prompt.keys or (), prompt.num_in_pool or 0
+        coming = self._under_way.runs(keys)
+        in_pool_at = [(run, ready_s + WRITTEN_AFTER_S - now_s) for run, ready_s in coming.values() if run > in_pool]
+        if prompt.num_in_pool is None:
+            in_pool_at.clear()
+        waiting = self._demand.waiting([candidate.engine for candidate in candidates])
+        works: dict[tuple[int, Runs, int], Work] = {}
+        offers = []
+        for candidate, runs, crowd in zip(candidates, self.content(prompt, candidates), waiting, strict=True):
+            backlog_s, pool = self.backlog_s(candidate.engine, now_s), in_pool
+            if in_pool_at:
+                pool = max((run for run, ready_s in in_pool_at if ready_s <= backlog_s), default=in_pool)
+            if candidate.engine in coming:
+                run = coming[candidate.engine][0]
+                runs = Runs(max(runs.device, run), max(runs.local, run))
+            place = (id(candidate.prices), runs, pool)  # engines that are alike are priced once
+            work = works.get(place)
+            if work is None:
+                work = works[place] = cheapest(candidate.prices, prompt, runs, pool)
+            offers.append(self._offered(candidate.engine, work, backlog_s, crowd, now_s))
+        return offers
+
+    def content(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[Runs]:
+        """What each candidate has of the prompt."""
+        return self._index.runs(prompt.keys or (), [candidate.engine for candidate in candidates])
+
+    def backlog_s(self, engine: EngineId, now_s: float) -> float:
+        """Seconds that the engine still computes what it was sent."""
+        ledger = self._ledgers.get(engine)
+        return ledger.backlog_s(now_s) if ledger is not None else 0.0
+
+    def _offered(self, engine: EngineId, work: Work, backlog_s: float, crowd: float, now_s: float) -> Offer:
+        ledger = self._ledger(engine)
+        compute_s = work.compute_s * ledger.slowness
+        ttft_s = backlog_s + compute_s
+        harm_s = crowd * compute_s * ttft_s
+        if work.fetch_s:
+            fetched_s = ledger.fetch_backlog_s(now_s) + work.fetch_s
+            ttft_s = max(ttft_s, fetched_s + compute_s)
+            harm_s += crowd * work.fetch_s * fetched_s
+        return Offer(engine, ttft_s + harm_s, ttft_s, work.fetch_s, work.compute_s, work.cut)
+
+    def _ledger(self, engine: EngineId) -> Ledger:
+        if engine not in self._ledgers:
+            self._ledgers[engine] = Ledger()
+        return self._ledgers[engine]
+
+
+def _reason(offer: Offer) -> str:
+    if not offer.cut:
+        return "backlog"
+    return "fetch" if offer.fetch_s else "prefix"

@@ -1,0 +1,68 @@
+"""The protocol of strategies, and a base for those that remember little."""
+
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+from kvtier_gateway.routing.values import Candidate, Choice, EngineId, KvEvent, Prompt, Reads, RequestId
+
+
+class Strategy(Protocol):
+    """Chooses engines. Not safe for threads: its owner calls it from one, in the order in which things happen.
+
+    No method blocks or raises for what engines or clients did. Times are seconds on the caller's clock, which never
+    runs backwards. For every request there is one `choose`; then `sent`, at most one `first_token`, and one of
+    `finished` and `failed`, all with its id. A request that is sent again to another engine first `failed`, and has
+    another id then. What the methods other than `choose` are told of unknown requests or engines has no effect.
+    """
+
+    reads: ClassVar[Reads]
+    """What `Prompt` has to hold. A prompt without it is still served, as one of which nothing is cached."""
+    follows_events: ClassVar[bool]
+    """Whether `kv_event` does anything."""
+
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
+        """One of the candidates, of which there is at least one. Changes nothing that later choices depend on, but for
+        turns and random numbers."""
+
+    def sent(self, request: RequestId, prompt: Prompt, choice: Choice, now_s: float) -> None:
+        """The request goes to the engine that was chosen; counts at once against it."""
+
+    def first_token(self, request: RequestId, now_s: float) -> None:
+        """The first token of the answer is there."""
+
+    def finished(self, request: RequestId, now_s: float) -> None:
+        """The answer is complete, or its client left."""
+
+    def failed(self, request: RequestId, now_s: float) -> None:
+        """The engine refused the request or broke off."""
+
+    def engine_left(self, engine: EngineId) -> None:
+        """The engine is gone, or came back empty: forget its content, and its requests under way."""
+
+    def kv_event(self, engine: EngineId, event: KvEvent) -> None:
+        """An engine told what it holds."""
+
+
+class Memoryless:
+    """Does nothing about anything that is told: the base of strategies that need only part of it."""
+
+    reads: ClassVar[Reads] = Reads.NOTHING
+    follows_events: ClassVar[bool] = False
+
+    def sent(self, request: RequestId, prompt: Prompt, choice: Choice, now_s: float) -> None:
+        """Does nothing."""
+
+    def first_token(self, request: RequestId, now_s: float) -> None:
+        """Does nothing."""
+
+    def finished(self, request: RequestId, now_s: float) -> None:
+        """Does nothing."""
+
+    def failed(self, request: RequestId, now_s: float) -> None:
+        """Does nothing."""
+
+    def engine_left(self, engine: EngineId) -> None:
+        """Does nothing."""
+
+    def kv_event(self, engine: EngineId, event: KvEvent) -> None:
+        """Does nothing."""
