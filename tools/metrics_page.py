@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
+from kvtier.build.key_info import describe_keys
 from kvtier.codec.stored_form import Codec
 from kvtier.device.kv import MemoryUse
 from kvtier.metrics import LEVELS_HELP, Metrics
@@ -26,6 +28,9 @@ from kvtier.tiers.common.packer import counted_forms
 from kvtier.tiers.pool.path_counts import PathCounts
 from kvtier.tiers.pool.tier import counted_pins
 from kvtier_engine.scheduling.metrics import EngineMetrics
+from kvtier_gateway.engines.gauges import EngineGauges
+from kvtier_gateway.events.subscriptions import EventCounts
+from kvtier_gateway.metrics import OUTCOMES, GatewayMetrics
 from kvtier_pool.metrics import PoolMetrics, UnwrittenBlocks
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +52,14 @@ OPEN = {
     "result": "`ok`, names of errors, `lost`",
     "version": "of kvtier",
     "python_version": "of Python",
-    "status": "`pinned`, `miss`, `full`, `not_offered`",
+    "status": "`pinned`, `miss`, `full`, `not_offered`; of a gateway, HTTP's",
+    "namespace": "32 hex digits",
+    "tokens_per_block": "a number",
+    "key": "names of `[api_keys]`",
+    "engine": "URLs",
+    "outcome": f"`{'`, `'.join(OUTCOMES)}`",
+    "reason": "words of the strategy",
+    "parameter": "names of parameters",
 }
 """Values of labels that nothing lists at the start of a process."""
 MARK = "<!-- What follows is written by `python tools/metrics_page.py --write`. -->"
@@ -87,6 +99,7 @@ def sections() -> dict[str, list[Row]]:
             )
         ],
         "Pools": [row for row in pool if row.name not in names],
+        "Gateways": _gateway(),
     }
 
 
@@ -97,6 +110,7 @@ def _engine() -> list[Row]:
     hierarchy = HierarchyMetrics(metrics)
     hierarchy.begin(ENGINE_TIERS)
     engine = EngineMetrics(registry)
+    keys = SimpleNamespace(info=describe_keys(registry, [], 0))
     MemoryGauges(registry, lambda: RankMemory(0, 0, MemoryUse()))
     for tier in ENGINE_TIERS:
         TimedCalls(tier, metrics)
@@ -107,7 +121,7 @@ def _engine() -> list[Row]:
     for path in ("shm", "unix", "tcp", "tls", "grpc"):
         PathCounts(path, metrics)
     metrics.levels.take({(name, tier): 0.0 for name in LEVELS_HELP for tier in ("host", *ENGINE_TIERS)})
-    return _rows(registry, [metrics, hierarchy, hierarchy.prefix, engine])
+    return _rows(registry, [metrics, hierarchy, hierarchy.prefix, engine, keys])
 
 
 def _pool() -> list[Row]:
@@ -125,6 +139,14 @@ def _pool() -> list[Row]:
         store.prepare_tier(tier)
     metrics.levels.take({(name, tier): 0.0 for name in LEVELS_HELP for tier in POOL_TIERS})
     return _rows(registry, [metrics, store, pool])
+
+
+def _gateway() -> list[Row]:
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics(registry)
+    EngineGauges(registry, list)
+    EventCounts(registry, lambda: (0, 0))
+    return _rows(registry, [metrics])
 
 
 def _rows(registry: CollectorRegistry, holders: Iterable[object]) -> list[Row]:

@@ -9,6 +9,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from kvtier.build.hashers import tenant_hasher
+from kvtier.build.key_info import describe_keys
 from kvtier.build.tiers import DISK, POOL, begin_metrics, borrows, has_io_process, names_of_tiers, tiers_below
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
@@ -54,9 +55,10 @@ threads: milliseconds, in which the bus moves a good part of that."""
 
 @dataclass(frozen=True, slots=True)
 class EngineCache:
-    """What an engine of one tenant needs to share its KV: keys, and all tiers below its device."""
+    """What an engine in one process needs to share its KV: keys, and all tiers below its device."""
 
-    hasher: BlockHasher
+    hashers: Mapping[str, BlockHasher]
+    """The hasher of each tenant that the engine serves, by the tenant's name; its own tenant's first."""
     hierarchy: Hierarchy
     metrics: HierarchyMetrics
     clean_ahead_blocks: int
@@ -102,7 +104,7 @@ def engine_cache(
     :param numa_node: see `mover_half`, as for `layered`.
     :raises ConfigError: a secret is missing, the disk folder cannot be used, host memory is too small.
     """
-    name, metrics = config.only_tenant(), Metrics(registry)
+    metrics = Metrics(registry)
     with contextlib.ExitStack() as stack:
         of_rank = mover_half(
             config, device=device, namespace=namespace.id, metrics=metrics, numa_node=numa_node, layered=layered
@@ -120,7 +122,7 @@ def engine_cache(
         stack.callback(hierarchy.close)
         # Cleaning more than the arena holds would evict one clean block for the next, for ever.
         clean_ahead_blocks = min(config.cache.clean_ahead_blocks, half.num_slots // 2)
-        yield EngineCache(half.hashers[name], hierarchy, half.metrics, clean_ahead_blocks)
+        yield EngineCache(half.hashers, hierarchy, half.metrics, clean_ahead_blocks)
 
 
 @contextlib.contextmanager
@@ -215,6 +217,7 @@ def directory_half(
     :raises ConfigError: the tenant's secret is missing, host memory is too small.
     """
     hashers = {name: tenant_hasher(config, name, config.cache.tokens_per_block) for name in config.engine_tenants()}
+    describe_keys(metrics.registry, namespaces, config.cache.tokens_per_block)
     of_hierarchy, num_slots = HierarchyMetrics(metrics), _num_slots(config, block_bytes)
     of_all_ranks = block_bytes * len(namespaces)
     directory = Directory(

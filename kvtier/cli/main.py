@@ -27,6 +27,7 @@ _PAGES = {
     "demo": "README.md",
     "engine": "docs/engine-api.md",
     "fsck": "docs/disk-format.md",
+    "gateway": "docs/gateway.md",
     "inspect": "docs/disk-format.md",
     "simulate": "docs/policies.md",
     "trace": "docs/policies.md",

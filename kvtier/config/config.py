@@ -25,6 +25,7 @@ from kvtier.config.engine import (
 )
 from kvtier.config.events import EventsConfig
 from kvtier.config.fields import OVERRIDE_PREFIX, Section
+from kvtier.config.gateway import ApiKeyConfig, GatewayConfig
 from kvtier.config.log import LogConfig
 from kvtier.config.pool_service import PoolServiceConfig
 from kvtier.config.tracing import TracingConfig
@@ -51,12 +52,15 @@ class Config(Section):
     """Pool only: who administers all tenants over the HTTP port, and has no blocks."""
     observers: dict[str, RoleConfig] = Field(default={})
     """Pool only: who sees there what all tenants have together."""
+    api_keys: dict[str, ApiKeyConfig] = Field(default={})
+    """Gateway only: the keys of its clients, each a table by a name that logs and metrics show."""
     engine: EngineConfig = EngineConfig()
     cache: CacheConfig = CacheConfig()
     host: HostConfig = HostConfig()
     disk: DiskConfig = DiskConfig()
     pool: PoolConfig = PoolConfig()
     pool_service: PoolServiceConfig = PoolServiceConfig()
+    gateway: GatewayConfig = GatewayConfig()
     log: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
     events: EventsConfig = EventsConfig()
@@ -80,7 +84,8 @@ class Config(Section):
         """The tenant of an engine whose requests cannot say whose they are."""
         if self.gateway_tenants:
             raise self._error(
-                "gateway_tenants", "only vLLM's KvtierConnector takes tenants from requests; leave it out"
+                "gateway_tenants",
+                "only kvtier's own engine and vLLM's KvtierConnector take tenants from requests; leave it out",
             )
         return self.engine_tenants()[0]
 
@@ -183,8 +188,19 @@ class Config(Section):
 
     def accepted_tokens(self) -> list[AcceptedToken]:
         """Returns the pool service's tokens, those that have expired included; no two have the same digest."""
+        return self._accepted(self._configured_tokens())
+
+    def accepted_api_keys(self) -> list[AcceptedToken]:
+        """Returns the keys of the gateway's clients, as `accepted_tokens` does the pool's tokens."""
+        return self._accepted(
+            (f"api_keys.{name}.key_sha256", Role.CLIENT, name, token)
+            for name, table in self.api_keys.items()
+            for token in table.key_sha256
+        )
+
+    def _accepted(self, tokens: Iterable[tuple[str, Role, str, TokenConfig]]) -> list[AcceptedToken]:
         accepted: dict[str, AcceptedToken] = {}
-        for key, role, name, token in self._configured_tokens():
+        for key, role, name, token in tokens:
             digest = self._digest(key, token)
             expires_at_s = None if token.expires_at is None else token.expires_at.timestamp()
             found = AcceptedToken(digest, role, name, expires_at_s)
@@ -213,8 +229,12 @@ class Config(Section):
         those of storage keys."""
         named = [token.sha256 for _, _, _, token in self._configured_tokens()]
         named += [tenant.storage_keys for tenant in self.tenants.values() if tenant.storage_keys is not None]
-        files = [self._folder / text.removeprefix("file:") for text in named if text.startswith("file:")]
-        return [*([self._file] if self._file is not None else []), *files]
+        return [*([self._file] if self._file is not None else []), *self._files_of(named)]
+
+    def gateway_files(self) -> list[Path]:
+        """The files that say whom the gateway lets in, and to which engines requests go."""
+        named = [token.sha256 for table in self.api_keys.values() for token in table.key_sha256]
+        return [*([self._file] if self._file is not None else []), *self._files_of(named)]
 
     def accepted_certificates(self) -> dict[str, str]:
         """Returns the pool service's client certificates: name in a certificate -> tenant name."""
@@ -267,6 +287,13 @@ class Config(Section):
             ca=self._resolved(service.tls_client_ca),
         )
 
+    def gateway_tls(self) -> TlsFiles | None:
+        """The gateway's files for TLS towards clients; None without TLS."""
+        gateway = self.gateway
+        if gateway.tls_certificate is None and gateway.tls_key is None:
+            return None
+        return TlsFiles(certificate=self._resolved(gateway.tls_certificate), key=self._resolved(gateway.tls_key))
+
     def redis_password(self) -> str | None:
         """The password of the pool's Redis; None without one."""
         reference = self.pool_service.redis_password
@@ -279,6 +306,9 @@ class Config(Section):
     def resolve_path(self, path: Path) -> Path:
         """A path of the file: relative ones are relative to its folder."""
         return self._folder / path.expanduser()
+
+    def _files_of(self, references: Iterable[str]) -> list[Path]:
+        return [self._folder / text.removeprefix("file:") for text in references if text.startswith("file:")]
 
     def _chain_secret(self, key: str, reference: str) -> bytes:
         secret = self._resolve(key, reference).encode()

@@ -19,6 +19,8 @@ class Role(StrEnum):
     """Administers all tenants, and has no blocks."""
     OBSERVER = "observer"
     """Sees what all tenants have together, and has no blocks."""
+    CLIENT = "client"
+    """Of a gateway, which acts for its tenant."""
 
 
 class TokenConfig(Section):

@@ -17,6 +17,7 @@ from kvtier.config.config import Config
 from kvtier.config.credentials import RoleConfig, TokenConfig
 from kvtier.config.engine import TenantConfig
 from kvtier.config.fields import OVERRIDE_PREFIX
+from kvtier.config.gateway import ApiKeyConfig, GatewayEngineConfig
 from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.identity.keys import tenant_id
 
@@ -24,6 +25,7 @@ _NAMED_TABLES: Mapping[str, type[BaseModel]] = {
     "tenants": TenantConfig,
     "operators": RoleConfig,
     "observers": RoleConfig,
+    "api_keys": ApiKeyConfig,
 }
 """Tables of tables, each by a name that the file chooses."""
 
@@ -67,6 +69,9 @@ def parse_config(
             except InvalidInputError as error:
                 raise ConfigError(f"{source}: {table}.{name}: {error}") from error
     named = [("gateway_tenants", name) for name in config.gateway_tenants]
+    named += [(f"api_keys.{key}.tenant", table.tenant) for key, table in config.api_keys.items()]
+    for engine in config.gateway.engines:
+        named += [("gateway.engines.tenants", name) for name in engine.tenants or []]
     if config.tenant is not None:
         named.append(("tenant", config.tenant))
     for key, name in named:
@@ -150,8 +155,10 @@ def _fields_beside(location: list[str]) -> list[str]:
     tables = location[:-1]
     if tables[:1] and tables[0] in _NAMED_TABLES:
         section, tables = _NAMED_TABLES[tables[0]], tables[2:]
-    if tables[:1] == ["token_sha256"]:
+    if tables[:1] in (["token_sha256"], ["key_sha256"]):
         section, tables = TokenConfig, []
+    if tables[:2] == ["gateway", "engines"]:
+        section, tables = GatewayEngineConfig, []
     for part in tables:
         annotation = section.model_fields[part].annotation
         assert isinstance(annotation, type)

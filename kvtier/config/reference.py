@@ -29,6 +29,7 @@ from kvtier.config.engine import (
     TenantConfig,
 )
 from kvtier.config.events import EventsConfig
+from kvtier.config.gateway import ApiKeyConfig, GatewayConfig, GatewayEngineConfig
 from kvtier.config.log import LogConfig
 from kvtier.config.pool_service import PoolServiceConfig
 from kvtier.config.tracing import TracingConfig
@@ -41,6 +42,8 @@ _SECTIONS: tuple[type[BaseModel], ...] = (
     DiskConfig,
     PoolConfig,
     PoolServiceConfig,
+    GatewayConfig,
+    GatewayEngineConfig,
     LogConfig,
     TracingConfig,
     EventsConfig,
@@ -49,6 +52,7 @@ _SECTIONS: tuple[type[BaseModel], ...] = (
     RedisShareConfig,
     RateConfig,
     RoleConfig,
+    ApiKeyConfig,
     TokenConfig,
 )
 _BY_CORES = "by the number of cores"

@@ -21,7 +21,7 @@ from kvtier.system.tracing import tracing
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["text", "json"]
 
-OURS = ("kvtier", "kvtier_pool", "kvtier_engine", "kvtier_vllm", "kvtier_sglang", "kvtier_bench")
+OURS = ("kvtier", "kvtier_pool", "kvtier_engine", "kvtier_gateway", "kvtier_vllm", "kvtier_sglang", "kvtier_bench")
 """The loggers of our packages."""
 _FIELDS = ("peer", "tenant", "request_id", "tier", "trace_id")
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +80,7 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     cache_dir = DEFAULT_CACHE_DIR if section.model_cache_dir is None else config.resolve_path(section.model_cache_dir)
     device = engine_device(section.device)
     if section.cache:
-        config.only_tenant()
+        config.engine_tenants()
         require_startable(config, device.type)
     elif config.events.endpoint is not None:
         raise ConfigError("events.endpoint: engine.cache is false, so there are no blocks to tell of; leave one out")
@@ -116,7 +116,8 @@ def engine_of(
     """
     section = config.engine
     with contextlib.ExitStack() as stack:
-        hasher: BlockHasher | None = None
+        named = config.gateway_tenants if config.tenant is None else [config.tenant, *config.gateway_tenants]
+        hashers: Mapping[str, BlockHasher | None] = dict.fromkeys(named)
         hierarchy: Hierarchy | None = None
         cleaner: Cleaner | None = None
         tokens: PrefixTokens | None = None
@@ -147,7 +148,7 @@ def engine_of(
                     layered=layered,
                 )
             )
-            hasher, hierarchy, tokens = tiers.hasher, tiers.hierarchy, tiers.metrics.prefix
+            hashers, hierarchy, tokens = tiers.hashers, tiers.hierarchy, tiers.metrics.prefix
             block_pool, events = _observed(stack, config, kv, hierarchy)
             if tiers.clean_ahead_blocks:
                 cleaner = Cleaner(block_pool, hierarchy, tiers.metrics, depth_blocks=tiers.clean_ahead_blocks)
@@ -178,7 +179,9 @@ def engine_of(
         )
         prepared = prepare(model, kv, model_config, section, limits)
         scheduler = Scheduler(prepared, kv, cache, EngineMetrics(registry), settings)
-        engine = Engine(scheduler, limits, hasher=hasher, hierarchy=hierarchy)
+        # Where a gateway names tenants, a request that names none is nobody's.
+        own = None if config.gateway_tenants or config.tenant is None else hashers.get(config.tenant)
+        engine = Engine(scheduler, limits, hasher=own, of_tenants=hashers, hierarchy=hierarchy)
         engine.warm_up()
         # What stands now stands as long as the process: full collections need not walk it.
         gc.freeze()

@@ -90,7 +90,7 @@ def run(config: Config) -> None:
             model_name=assembled.model.name,
             eos_token_ids=assembled.model.config.eos_token_ids,
             registry=assembled.registry,
-            tenant=config.tenant,
+            tenant=None if config.gateway_tenants else config.tenant,
         )
         served, is_of_this_machine = server.app(), is_loopback(listener.getsockname()[0])
         uvicorn_server = uvicorn.Server(

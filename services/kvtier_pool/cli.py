@@ -17,6 +17,7 @@ from kvtier.build.span_export import exporting_spans
 from kvtier.cli.options import LogFormat, LogLevel, with_log_options
 from kvtier.config import Config, load_config, parse_config
 from kvtier.config.findings import log_warnings
+from kvtier.config.reloading import Reloader
 from kvtier.errors import ConfigError
 from kvtier.memory.malloc import give_back_freed_memory, keep_freed_memory
 from kvtier.system.logs import set_up_logs
@@ -26,7 +27,6 @@ from kvtier.system.process_metrics import leave_out_creation_times
 from kvtier_pool.checks import setting_findings
 from kvtier_pool.operator_server import OperatorServer
 from kvtier_pool.operator_verbs import OperatorVerbs
-from kvtier_pool.reloading import Reloader
 from kvtier_pool.service import PoolService
 
 _LOOK_S = 1.0
@@ -159,6 +159,8 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
             came.remove(signal.SIGHUP)  # before the configuration is read: a later change comes with another signal
             reloader.reload("SIGHUP")
         reloader.look()
+        if num_ended := service.end_stale():
+            _log.info("%d connections ended: their tokens have expired", num_ended)
         if select.select([signals], [], [], _LOOK_S)[0]:
             os.read(signals, 1)
     service.stop()

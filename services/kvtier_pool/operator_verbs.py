@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtier.config.credentials import Role
+from kvtier.config.reloading import Reloader
 from kvtier.errors import InvalidInputError
 from kvtier_pool.operator_server import RECORD, Serve
 from kvtier_pool.operator_socket import peer_of, send
 from kvtier_pool.recording import Recordings
-from kvtier_pool.reloading import Reloader
 from kvtier_pool.service import PoolService
 
 

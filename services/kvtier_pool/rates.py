@@ -7,39 +7,17 @@ from kvtier.clock import MONOTONIC, Clock
 from kvtier.config.engine import RateConfig, TenantConfig
 from kvtier.errors import UnavailableError
 from kvtier.identity.keys import TenantId
+from kvtier.system.token_bucket import TokenBucket
 from kvtier_pool.metrics import PoolMetrics
 
 REQUESTS, BYTES = "max_requests_per_s", "max_bytes_per_s"
 MOST_WAIT_S = 0.1
 """How long a request waits for its turn. Well below the time that engines give a lookup, so that what they hear is an
 answer; and it bounds what a tenant costs that goes on asking: ten requests a second of each connection."""
-_BURST_S = 1.0
-"""A tenant that was quiet for so long may have as much at once as it may in this time."""
 MOST_REFUSED_BYTES = 256 << 20
 """Payloads of refused writes that are received to nowhere, so that clients hear THROTTLED: they are on their way when a
 tenant has had its part, as the rest of a batch. A tenant that sends more, and faster than it may, loses its
 connections."""
-
-
-class _Bucket:
-    """What a tenant may have of one thing now. Guarded by the lock of its `Pace`."""
-
-    def __init__(self, per_s: float, now_s: float, burst: float | None = None) -> None:
-        self.per_s = per_s
-        self._burst = burst if burst is not None else max(1.0, per_s * _BURST_S)
-        self._left = self._burst
-        """Negative: what is owed."""
-        self._at_s = now_s
-
-    def owed_s(self, wanted: float, now_s: float) -> float:
-        """How long it takes until so much is there."""
-        self._left = min(self._burst, self._left + (now_s - self._at_s) * self.per_s)
-        self._at_s = now_s
-        return max(0.0, (wanted - self._left) / self.per_s)
-
-    def take(self, amount: float) -> None:
-        """Takes it, whether it is there or not; less than nothing gives back."""
-        self._left = min(self._burst, self._left - amount)
 
 
 class Pace:
@@ -53,8 +31,8 @@ class Pace:
         self._name = ""
         """The configured name. Guarded by _lock, as all that follows but for reads of `is_bounded`."""
         self._rate = RateConfig()
-        self._buckets: dict[str, _Bucket] = {}
-        self._refused: _Bucket | None = None
+        self._buckets: dict[str, TokenBucket] = {}
+        self._refused: TokenBucket | None = None
         """What the tenant may still send of what is refused."""
         self.is_bounded = False
 
@@ -70,11 +48,11 @@ class Pace:
                 self._metrics.tenant_delays.labels(name, limit)
             bounds = {REQUESTS: rate.max_requests_per_s, BYTES: rate.max_bytes_per_s}
             self._buckets = {
-                limit: _Bucket(float(per_s), self._clock()) for limit, per_s in bounds.items() if per_s is not None
+                limit: TokenBucket(float(per_s), self._clock()) for limit, per_s in bounds.items() if per_s is not None
             }
             self._refused = None
             if rate.max_bytes_per_s is not None:
-                self._refused = _Bucket(float(rate.max_bytes_per_s), self._clock(), MOST_REFUSED_BYTES)
+                self._refused = TokenBucket(float(rate.max_bytes_per_s), self._clock(), MOST_REFUSED_BYTES)
             self.is_bounded = bool(self._buckets)
 
     def let_in(self, wait: Callable[[float], object]) -> bool:

@@ -73,6 +73,9 @@ class Addresses:
 class PoolService:
     """Start, serve, stop; once each. One thread owns it."""
 
+    name = "pool"
+    what = "tenants, tokens and shares"
+
     def __init__(self, config: Config, limits: PoolLimits | None = None) -> None:
         """Opens and reads nothing yet: see `start`.
 
@@ -165,7 +168,15 @@ class PoolService:
         self._phase = None
         return addresses
 
-    def set_tenants(self, config: Config) -> None:
+    def files(self, config: Config) -> list[Path]:
+        """Returns the files that say whom the pool lets in: see `Config.pool_files`."""
+        return config.pool_files()
+
+    def note(self, event: str, **fields: str) -> None:
+        """Writes a line into the audit log."""
+        self.audit.note(event, **fields)
+
+    def take(self, config: Config) -> None:
         """Lets in those who have credentials in this configuration, and nobody else, from now on; gives its tenants
         their shares of memory and disk, their caps in Redis, places, rates and storage keys. Cuts connections
         whose credentials are gone.

@@ -25,7 +25,7 @@ class Engine:
 
     def __init__(self, cache: EngineCache, registry: CollectorRegistry) -> None:
         self._cache, self._registry = cache, registry
-        self.keys = cache.hasher.hash_blocks(TOKENS_OF_PROMPT)
+        self.keys = cache.hashers["red"].hash_blocks(TOKENS_OF_PROMPT)
 
     def save(self) -> None:
         blocks = [(key, i) for i, key in enumerate(self.keys)]
@@ -35,7 +35,7 @@ class Engine:
         """Looks for the prompt, loads what is there, and says from which tiers it came."""
         previous = [
             PreviousKeys(each, lambda num, each=each: each.hasher.hash_blocks(TOKENS_OF_PROMPT)[:num])
-            for each in self._cache.hasher.previous
+            for each in self._cache.hashers["red"].previous
         ]
         ticket = self._cache.hierarchy.start_lookup(self.keys, previous)
         statuses = until(lambda: self._cache.hierarchy.poll_lookup(ticket))

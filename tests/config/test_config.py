@@ -258,7 +258,7 @@ def test_tenants_of_a_gateway() -> None:
     data = {"tenant": "red", "gateway_tenants": ["blue", "red"], "tenants": tenants}
     config = parse_config(data, source="k.toml", environ={})
     assert config.engine_tenants() == ["red", "blue"]
-    with pytest.raises(ConfigError, match="gateway_tenants: only vLLM"):
+    with pytest.raises(ConfigError, match="gateway_tenants: only kvtier's own engine and vLLM"):
         config.only_tenant()
     assert parse_config({**data, "tenant": None}, source="k.toml", environ={}).engine_tenants() == ["blue", "red"]
     with pytest.raises(ConfigError, match=r"gateway_tenants: 'blu' has no table; .*blue"):

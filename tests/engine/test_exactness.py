@@ -80,7 +80,7 @@ def test_logits_after_a_pool_hit_equal_logits_after_a_device_hit(stage: Stage, p
         namespace=namespace,
         registry=CollectorRegistry(),
     ) as cache:
-        hashes = cache.hasher.hash_blocks(np.asarray(tokens[:cached_tokens], dtype=np.int32))
+        hashes = cache.hashers["red"].hash_blocks(np.asarray(tokens[:cached_tokens], dtype=np.int32))
         assert len(hashes) == num_cached
         transfer(cache, "save", list(zip(hashes, table, strict=False)))
     device_hit = finish(first, table)

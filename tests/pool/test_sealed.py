@@ -149,8 +149,8 @@ def test_a_tenant_that_gets_keys_while_a_pool_runs_is_refused(tmp_path: Path) ->
         service.start()
         for tenants in (keyed, {**plain, "new": {"storage_keys": "env:KEYS"}}):
             with pytest.raises(ConfigError, match=r"storage_keys.*restart"):
-                service.set_tenants(config(tenants))
-        service.set_tenants(config(plain))
+                service.take(config(tenants))
+        service.take(config(plain))
     finally:
         service.stop()
 

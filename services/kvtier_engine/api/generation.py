@@ -29,6 +29,8 @@ class Ask:
     arrived_at: float
     spans: RequestSpans | None
     """None: the request is not traced."""
+    tenant: str | None = None
+    """The tenant that the request names; None: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class Generation:
         self._feed = TokenFeed(asyncio.get_running_loop())
         on_token = self._feed.put if read_along else None
         self._request_id = engine.submit(
-            ask.tokens, ask.sampling, ask.arrived_at, self._feed.end, on_token, spans=ask.spans
+            ask.tokens, ask.sampling, ask.arrived_at, self._feed.end, on_token, spans=ask.spans, tenant=ask.tenant
         )
         self.num_open = len(texts)
         """Answers that have not ended."""

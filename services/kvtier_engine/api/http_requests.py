@@ -9,6 +9,8 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from kvtier.protocol.openai import error_body, error_kind
+
 Body = TypeVar("Body", bound=BaseModel)
 
 _CLIENT_CLOSED = 499
@@ -20,19 +22,13 @@ _UNIONS = {
 """What parameters of several types are. Errors of such name the types' places too, which no client has heard of."""
 
 
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 class ApiError(Exception):
     """Becomes an OpenAI-style error response."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.body = error_body(message, kind, param, code)
+        self.body = error_body(message, error_kind(status), param, code)
 
 
 async def parse_body(http: HttpRequest, kind: type[Body], most_bytes: int) -> Body:

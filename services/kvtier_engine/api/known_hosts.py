@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvtier.net.address import is_loopback
-from kvtier_engine.api.http_requests import error_body
+from kvtier.protocol.openai import error_body
 
 
 class KnownHosts:

@@ -1,16 +1,11 @@
 """The id of each HTTP request: in the answer, and in the lines that are logged about it."""
 
-import re
-import uuid
-
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvtier.protocol.openai import REQUEST_ID
+from kvtier.protocol.openai import request_id as id_of
 from kvtier.system.logs import bind_log_fields
-
-HEADER = "X-Request-Id"
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-"""What clients may call a request: nothing that a log or a shell reads in another way."""
 
 
 class RequestIds:
@@ -27,15 +22,14 @@ class RequestIds:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI's."""
-        said = Headers(scope=scope).get(HEADER, "")
-        request_id = said if _ID.fullmatch(said) else uuid.uuid4().hex
+        request_id = id_of(Headers(scope=scope).get(REQUEST_ID))
         scope.setdefault("state", {})["request_id"] = request_id
         host, port = scope.get("client") or ("unknown", 0)
         bind_log_fields(peer=f"{f'[{host}]' if ':' in host else host}:{port}", request_id=request_id, **self._fields)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = request_id
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
             await send(message)
 
         await self._app(scope, receive, send_with_id)

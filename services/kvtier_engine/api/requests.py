@@ -2,7 +2,7 @@
 
 Parameters that this engine does not honour are refused unless they ask for nothing, so that an answer is never
 silently of another kind than what was asked for. `null` is the same as leaving a parameter out. Beyond OpenAI's,
-requests may say `return_prompt_token_ids`.
+requests may say `return_prompt_token_ids`, and `kv_transfer_params` as those to vLLM with kvtier.
 """
 
 import json
@@ -90,6 +90,26 @@ class ResponseFormat(BaseModel):
         return None if self.json_schema is None or self.type == "text" else self.json_schema.json_schema
 
 
+class KvtierParams(BaseModel):
+    """What a gateway, or a client, says of a request's cache. vLLM's connector knows the same."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    tenant: str | None = None
+    """Whose request it is: one of the tenants that this engine serves."""
+    no_store: Annotated[Any, AfterValidator(_Only(False))] = None
+    pin: Annotated[Any, AfterValidator(_Only(False))] = None
+    ttl_s: Annotated[Any, AfterValidator(_Only())] = None
+
+
+class KvTransferParams(BaseModel):
+    """`kv_transfer_params`, of which kvtier's table counts."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    kvtier: KvtierParams | None = None
+
+
 class SamplingBody(BaseModel):
     """What both kinds of requests share."""
 
@@ -104,6 +124,7 @@ class SamplingBody(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_prompt_token_ids: bool | None = None
+    kv_transfer_params: KvTransferParams | None = None
 
     user: Any = None
     """Accepted and ignored, as all of this block."""
@@ -123,6 +144,12 @@ class SamplingBody(BaseModel):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     """vLLM's."""
     logit_bias: LogitBias | None = None
+
+    @property
+    def tenant(self) -> str | None:
+        """The tenant that the request names."""
+        kvtier = None if self.kv_transfer_params is None else self.kv_transfer_params.kvtier
+        return None if kvtier is None else kvtier.tenant
 
     @property
     def stop_sequences(self) -> tuple[str, ...]:

@@ -89,7 +89,8 @@ class Server:
         else:
             tokens = body.prompt
         sampling = await self._sampling(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS)
-        return await self._answer(http, body, Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at, spans=spans))
+        ask = Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at, spans=spans, tenant=body.tenant)
+        return await self._answer(http, body, ask)
 
     async def _chat(self, http: HttpRequest) -> Response:
         arrived_at, spans = MONOTONIC(), self._spans_of(http)
@@ -102,7 +103,8 @@ class Server:
             raise ApiError(400, str(error), param="messages") from error
         room = max(1, self._engine.limits.max_total_tokens - len(tokens))
         sampling = await self._sampling(body, body.max_completion_tokens or body.max_tokens or room)
-        return await self._answer(http, body, Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at, spans=spans))
+        ask = Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at, spans=spans, tenant=body.tenant)
+        return await self._answer(http, body, ask)
 
     def _spans_of(self, http: HttpRequest) -> RequestSpans | None:
         """None: the request is not traced."""
@@ -111,6 +113,9 @@ class Server:
     def _check(self, body: SamplingBody) -> None:
         """What can be refused before anything is tokenised."""
         self._check_model(body.model)
+        if not self._engine.serves(body.tenant):
+            param = "kv_transfer_params.kvtier.tenant"
+            raise ApiError(400, f"{param}: {body.tenant!r} is no tenant of this engine", param=param)
         conflict = body.conflict()
         most = self._engine.max_branches
         if conflict is None and body.num_branches > most:

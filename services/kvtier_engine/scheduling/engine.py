@@ -3,7 +3,7 @@
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -76,15 +76,19 @@ class Engine:
         limits: EngineLimits,
         *,
         hasher: BlockHasher | None,
+        of_tenants: Mapping[str, BlockHasher | None] | None = None,
         hierarchy: Hierarchy | None = None,
     ) -> None:
         """
         :param scheduler: it and `hierarchy` are for the engine's thread alone.
-        :param hasher: of the tenant whose cache requests use; None computes every prompt from scratch.
+        :param hasher: of the tenant whose cache requests use that name none; None computes their prompts from scratch,
+            and nobody finds what they computed.
+        :param of_tenants: those of the tenants that requests may name; None as above.
         :param hierarchy: what the scheduler uses; stays the caller's, who closes it after the engine.
         """
         self.limits = limits
         self._scheduler, self._hierarchy, self._hasher = scheduler, hierarchy, hasher
+        self._of_tenants = of_tenants or {}
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
@@ -98,6 +102,10 @@ class Engine:
         with self._lock:
             return not self._failed
 
+    def serves(self, tenant: str | None) -> bool:
+        """Whether requests may name this tenant; None: whether they may name none, which they always may."""
+        return tenant is None or tenant in self._of_tenants
+
     @property
     def max_branches(self) -> int:
         """The most answers that one request may ask for."""
@@ -108,7 +116,7 @@ class Engine:
         """Device blocks that nobody has. For the engine's thread."""
         return self._scheduler.num_free_blocks
 
-    def submit(
+    def submit(  # noqa: PLR0913 - what a request is
         self,
         tokens: Sequence[int],
         sampling: Sampling,
@@ -116,6 +124,7 @@ class Engine:
         on_done: DoneCallback,
         on_token: TokenCallback | None = None,
         spans: RequestSpans | None = None,
+        tenant: str | None = None,
     ) -> int:
         """Queues a request; returns its id for `cancel`. Does not block.
 
@@ -124,16 +133,19 @@ class Engine:
         :param on_done: called exactly once for each branch in the engine's thread, unless this method raises.
         :param on_token: called before that with each new token; None is the cheapest.
         :param spans: of the request, the engine's from now on unless this method raises; None: it is not traced.
+        :param tenant: the one whose cache the request uses, among those that it may name; None: it names none.
         :raises LimitExceededError: more tokens than one request may have.
         :raises InvalidInputError: no token, or one that the model does not have; more branches than may run.
         :raises ClosedError: the engine is stopping or has failed.
         """
         self._check_limits(tokens, sampling)
+        if not self.serves(tenant):
+            raise InvalidInputError(f"{tenant!r} is no tenant of this engine: name it in gateway_tenants")
         request = Request(
             request_id=next(self._ids),
             tokens=list(tokens),
             sampling=sampling,
-            hasher=self._hasher,
+            hasher=self._hasher if tenant is None else self._of_tenants[tenant],
             on_done=on_done,
             arrived_at=arrived_at,
             on_token=on_token,

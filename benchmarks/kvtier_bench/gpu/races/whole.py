@@ -49,7 +49,7 @@ class Whole:
         """Plays a round: a request is computed and saved, its blocks and some older ones are looked up and loaded."""
         blocks = self._take()
         contents = self._work.contents(blocks)
-        keys = self._cache.hasher.hash_blocks([content for content in contents for _ in range(self._tokens)])
+        keys = self._cache.hashers["red"].hash_blocks([content for content in contents for _ in range(self._tokens)])
         self._known.update(zip(keys, contents, strict=True))
         self._step(self._work.hold_up(_LONG_S), self._work.write(blocks, contents))
         job = self._cache.hierarchy.save_full(list(zip(keys, blocks, strict=True)))
@@ -113,7 +113,7 @@ class Whole:
 
     @property
     def _tokens(self) -> int:
-        return self._cache.hasher.tokens_per_block
+        return self._cache.hashers["red"].tokens_per_block
 
 
 @contextlib.contextmanager

@@ -1,0 +1,160 @@
+"""What the gateway adds to a request, beside parsing it, hashing its blocks and looking their keys up."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+from pydantic_core import from_json, to_json
+
+from kvtier.config import Config, parse_config
+from kvtier.config.gateway import ApiKeyConfig, GatewayEngineConfig
+from kvtier.identity.keys import NamespaceId, rank_keys
+from kvtier.testing.blocks import summed
+from kvtier_bench.measuring.report import Case
+from kvtier_bench.measuring.rounds import Samples
+from kvtier_bench.processes.pool_process import PoolProcess, pool_process
+from kvtier_engine.demo.demo_model import demo_model_path
+from kvtier_engine.model.model_folder import DEFAULT_CACHE_DIR, open_model
+from kvtier_gateway.engines.engine import Engine, KeyForm
+from kvtier_gateway.http.bodies import clean, parse
+from kvtier_gateway.http.parameters import CHAT
+from kvtier_gateway.keying.pool import PoolLookup
+from kvtier_gateway.keying.prompts import Prompts
+from kvtier_gateway.keying.tenants import TenantHashers
+from kvtier_gateway.keying.tokenising import PromptTokens
+from kvtier_gateway.metrics import GatewayMetrics
+from kvtier_gateway.routing.registry import make_strategy
+from kvtier_gateway.routing.values import Candidate, EngineId, Reads
+
+FLOOR = "parse, hash, look up"
+_TOKENS_PER_BLOCK = 16
+_NAMESPACE = NamespaceId(bytes(16))
+_NUM_ENGINES = 8
+_BLOCK_BYTES = 64
+_WORDS_OF_TURN = 40
+
+
+class _Rig:
+    """What a gateway has for one tenant and `_NUM_ENGINES` engines."""
+
+    def __init__(self, folder: Path, pool: PoolProcess, strategy: str, stack: ExitStack) -> None:
+        models = Path(os.environ.get("KVTIER__ENGINE__MODEL_CACHE_DIR", DEFAULT_CACHE_DIR))
+        model = open_model(demo_model_path(), models)
+        config = _config(pool, folder)
+        registry = CollectorRegistry()
+        self.tokens = PromptTokens(model.weight_files[0].parent, 256 << 20)
+        self.hashers = TenantHashers(config)
+        lookup = PoolLookup(config, GatewayMetrics(registry), 10.0)
+        stack.callback(lookup.close)
+        self.prompts = Prompts(self.tokens, self.hashers, lookup)
+        stack.callback(self.prompts.close)
+        self.strategy = make_strategy(strategy)
+        form = KeyForm(_TOKENS_PER_BLOCK, frozenset([_NAMESPACE]))
+        tables = [GatewayEngineConfig(url=f"http://127.0.0.1:{8000 + i}") for i in range(_NUM_ENGINES)]
+        self.engines = [Engine(table.url, table, is_up=True, key_form=form) for table in tables]
+        self.candidates = [Candidate(EngineId(engine.url)) for engine in self.engines]
+        self.tier = pool.tier("unix", stack, only=False)
+        self.key = ApiKeyConfig(tenant=pool.tenant)
+        self.tenant = pool.tenant
+
+    async def ours(self, body: bytes) -> None:
+        """Everything between a body and its way to an engine."""
+        cleaned = clean(parse(body), CHAT, self.key, media=False)
+        prompt = await self.prompts.read(cleaned.fields, Reads.KEYS, self.tenant, None, self.engines)
+        assert prompt.num_in_pool, "the pool has this prompt"
+        self.strategy.choose(prompt, self.candidates, time.monotonic())
+        cleaned.for_engine("tenant", self.tenant)
+
+    def floor(self, body: bytes, tokens: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+        """What cannot be left out."""
+        from_json(body)
+        hasher = self.hashers.of(self.tenant, _TOKENS_PER_BLOCK)
+        assert hasher is not None
+        self.tier.lookup(rank_keys(hasher.hash_blocks(tokens), _NAMESPACE))
+
+
+def added_cases(folder: Path, strategy: str, calls: int) -> list[Case]:
+    """With 64 and with 8,192 keys, in turn call by call."""
+    cases = []
+    with ExitStack() as stack:
+        pool = stack.enter_context(pool_process(folder, 256 << 20))
+        rig = _Rig(folder, pool, strategy, stack)
+        for num_keys in (64, 8192):
+            cases += _measured(rig, num_keys, calls)
+    return cases
+
+
+def _measured(rig: _Rig, num_keys: int, calls: int) -> list[Case]:
+    bodies = _conversation(rig, num_keys, calls)
+    tokens = rig.tokens.of_request(from_json(bodies[0]))
+    assert tokens is not None
+    hasher = rig.hashers.of(rig.tenant, _TOKENS_PER_BLOCK)
+    assert hasher is not None
+    payload = memoryview(bytearray(_BLOCK_BYTES))
+    keys = rank_keys(hasher.hash_blocks(tokens), _NAMESPACE)
+    rig.tier.write([summed(key, payload) for key in keys])
+    ours, floor = Samples(), Samples()
+
+    async def run() -> None:
+        for body in bodies[1:]:
+            _time(floor, lambda body=body: rig.floor(body, tokens))  # type: ignore[misc]
+            begun_s = time.perf_counter()
+            await rig.ours(body)
+            _note(ours, time.perf_counter() - begun_s)
+
+    asyncio.run(run())
+    name = f"{num_keys:,} keys"
+    return [
+        Case.of(FLOOR, name, floor, unit="request"),
+        Case.of("gateway", name, ours, floor=(FLOOR, floor), unit="request", detail=_detail(ours, floor)),
+    ]
+
+
+def _detail(ours: Samples, floor: Samples) -> str:
+    def p99(samples: Samples) -> float:
+        return sorted(samples.calls_s)[len(samples.calls_s) * 99 // 100]
+
+    added_ms = (sorted(ours.calls_s)[len(ours.calls_s) // 2] - sorted(floor.calls_s)[len(floor.calls_s) // 2]) * 1e3
+    return f"{p99(ours) / p99(floor):.2f} times the floor at p99; {added_ms:.2f} ms more in the median"
+
+
+def _time(samples: Samples, run: Callable[[], object]) -> None:
+    begun_s = time.perf_counter()
+    run()
+    _note(samples, time.perf_counter() - begun_s)
+
+
+def _note(samples: Samples, seconds: float) -> None:
+    samples.calls_s.append(seconds)
+    samples.rounds_s.append(seconds)
+
+
+def _conversation(rig: _Rig, num_keys: int, calls: int) -> list[bytes]:
+    """Requests of one conversation of so many blocks, whose last message differs."""
+    source = np.random.default_rng(0)
+
+    def message(number: int) -> dict[str, str]:
+        words = " ".join(map(str, source.integers(0, 10_000, _WORDS_OF_TURN)))
+        return {"role": ("user", "assistant")[number % 2], "content": words}
+
+    of_turn = rig.tokens.of_request({"messages": [message(0)]})
+    assert of_turn is not None
+    num_turns = max(1, num_keys * _TOKENS_PER_BLOCK // len(of_turn))
+    messages = [message(number) for number in range(num_turns)]
+    lasts = [f"And now, for the {i}th time: what follows from all of this? " for i in range(calls + 1)]
+    return [to_json({"messages": [*messages, {"role": "user", "content": last}], "stream": True}) for last in lasts]
+
+
+def _config(pool: PoolProcess, folder: Path) -> Config:
+    data = {
+        "tenants": {pool.tenant: {"secret": "env:SECRET", "token": "env:TOKEN"}},
+        "pool": {"address": pool.unix, "call_timeout_s": 30.0},
+    }
+    environ = {"SECRET": "a secret of the benchmark", "TOKEN": pool.token}
+    return parse_config(data, source="benchmark", folder=folder, environ=environ)

@@ -1,0 +1,94 @@
+"""Reads the configuration again while a service runs: on SIGHUP, on request, and when its files have changed."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+from kvtier.config.config import Config
+from kvtier.errors import KvtierError
+
+_log = logging.getLogger(__name__)
+
+
+class Reloaded(Protocol):
+    """A service that can take another configuration while it runs."""
+
+    name: str
+    """The name of the service, for the log."""
+    what: str
+    """What of the configuration it takes, for the log: a plural."""
+
+    def files(self, config: Config) -> Iterable[Path]:
+        """The files that a change of is to be noticed."""
+
+    def take(self, config: Config) -> None:
+        """Takes what it may of this configuration. Raises `KvtierError`, and changes nothing, where it cannot."""
+
+    def note(self, event: str, **fields: str) -> None:
+        """Hears of `reload` and of `reload_refused`, each with `why`, and the latter with `problem`."""
+
+
+class Reloader:
+    """Gives a service the configuration as it is now. What is wrong with it changes nothing. Any thread, but for
+    `look`."""
+
+    def __init__(self, service: Reloaded, config: Config, read_again: Callable[[], Config]) -> None:
+        """
+        :param config: what the service has now.
+        :param read_again: the configuration as it is now.
+        """
+        self._service = service
+        self._read_again = read_again
+        self._lock = threading.Lock()
+        """One at a time reads and gives."""
+        self._taken = self._seen = {file: _stamp(file) for file in service.files(config)}
+        """The files as they were before they were read last, guarded by _lock, and at the last look. Replaced as a
+        whole."""
+
+    def reload(self, why: str) -> str | None:
+        """Reads it and gives it to the service; what is wrong with it, which is in the log, too. None: nothing is.
+
+        :param why: for the log.
+        """
+        service = self._service
+        with self._lock:
+            before = {file: _stamp(file) for file in self._taken}
+            try:
+                config = self._read_again()
+                # Those that it names and that are no good yet are looked at, too.
+                before |= {file: _stamp(file) for file in service.files(config) if file not in before}
+                service.take(config)
+            except KvtierError as error:
+                self._taken = before
+                _log.error("%s: %s stay as they are: %s", why, service.what, error)
+                service.note("reload_refused", why=why, problem=str(error))
+                return str(error)
+            except Exception as error:
+                self._taken = before
+                _log.exception("%s: %s stay as they are", why, service.what)
+                service.note("reload_refused", why=why, problem=type(error).__name__)
+                return f"{type(error).__name__}, see the {service.name}'s log"
+            self._taken = {file: before[file] for file in service.files(config)}
+        service.note("reload", why=why)
+        _log.info("%s: the %s has the %s of the configuration now", why, service.name, service.what)
+        return None
+
+    def look(self) -> None:
+        """Reads the configuration if a file of it has changed and then been left alone since the last look: who writes
+        one step by step is not disturbed. Raises nothing. One thread."""
+        taken = self._taken
+        found = {file: _stamp(file) for file in taken}
+        if found == self._seen and found != taken:
+            self.reload("the configuration has changed")
+        self._seen = found
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    """What tells whether a file has changed; None of one that cannot be looked at."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

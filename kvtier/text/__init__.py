@@ -1,0 +1,1 @@
+"""Prompts to tokens, as an engine makes them of requests."""

@@ -1,0 +1,107 @@
+"""One engine: whether it may get requests, which ones it has, and what it says of its load."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.config.gateway import GatewayEngineConfig
+from kvtier.identity.keys import NamespaceId
+from kvtier_gateway.engines.prices import LearnedPrices
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What an engine says of itself in its `/metrics`; zeros before the first answer."""
+
+    num_running: float = 0.0
+    num_waiting: float = 0.0
+    kv_used: float = 0.0
+    """The used part of its device's KV, from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyForm:
+    """What keys of an engine's blocks are made of, beside tokens and a tenant's secret."""
+
+    tokens_per_block: int
+    namespaces: frozenset[NamespaceId]
+    """Those that a hit needs: one for each of its ranks whose KV differs."""
+
+
+class Attempt:
+    """A request that an engine has. Event loop only.
+
+    Whoever serves the request runs in `task`; when the engine is given up, that task is cancelled and `is_lost`.
+    """
+
+    __slots__ = ("has_begun", "is_lost", "task")
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
+        self.is_lost = False
+        self.has_begun = False
+        """Whether the first byte of its answer has come."""
+
+
+@dataclass(eq=False, slots=True)
+class Engine:
+    """An engine at one address. Event loop only."""
+
+    url: str
+    """What requests go to: `http://host:port`."""
+    config: GatewayEngineConfig
+    server_name: str | None = None
+    """What its certificate must be for, where that is not the host in its URL."""
+    is_up: bool = False
+    """Whether it has answered the last looks at it."""
+    was_down: bool = False
+    """Whether it has been down since somebody was last told that what it holds may be gone."""
+    is_removed: bool = False
+    """Whether the configuration, or DNS, does not name it any more."""
+    num_failures: int = 0
+    """Looks in a row that have failed."""
+    models: Mapping[str, dict[str, Any]] | None = None
+    """The models that it serves, by their names, as OpenAI's API lists them; None before it has said so."""
+    loads: Loads = Loads()
+    key_form: KeyForm | None = None
+    """How it makes keys; None before it has said so, and of engines without kvtier."""
+    prices: LearnedPrices = field(default_factory=LearnedPrices)
+    attempts: set[Attempt] = field(default_factory=set)
+    """The requests that it has from this gateway."""
+
+    def may_serve(self, tenant: str, model: str | None) -> bool:
+        """Whether it gets new requests of this tenant for this model; None: for any."""
+        if not self.is_up or self.is_removed or self.config.draining:
+            return False
+        if self.config.tenants is not None and tenant not in self.config.tenants:
+            return False
+        return model is None or self.models is None or model in self.models
+
+    def mark_up(self) -> None:
+        """It has answered."""
+        self.is_up, self.num_failures = True, 0
+
+    def mark_failed(self, most_failures: int) -> bool:
+        """A look at it has failed; whether it counts as down because of it. Its requests are given up then: those that
+        have had no byte of an answer go to another engine."""
+        self.num_failures += 1
+        if self.num_failures < most_failures:
+            return False
+        was_up, self.is_up, self.was_down = self.is_up, False, True
+        self.give_up()
+        return was_up
+
+    def mark_unreachable(self) -> None:
+        """Nobody accepts connections there: it gets no requests until it answers a look. Those that it has may still
+        get their answers."""
+        self.is_up, self.was_down = False, True
+
+    def give_up(self) -> None:
+        """Ends all requests that it has."""
+        for attempt in self.attempts:
+            if not attempt.is_lost:
+                attempt.is_lost = True
+                attempt.task.cancel()

@@ -1,0 +1,1 @@
+"""HTTP towards clients: connections, errors, bodies."""

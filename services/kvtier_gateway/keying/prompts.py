@@ -1,0 +1,131 @@
+"""What a strategy is told of a request's prompt."""
+
+import asyncio
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.identity.keys import BlockHasher, BlockKey, NamespaceId
+from kvtier_gateway.engines.engine import Engine, KeyForm
+from kvtier_gateway.keying.pool import PoolLookup
+from kvtier_gateway.keying.tenants import TenantHashers, short_keys
+from kvtier_gateway.keying.tokenising import PromptTokens, Tokens
+from kvtier_gateway.routing.values import Prompt, Reads
+
+_CHARACTERS_PER_TOKEN = 4
+_THREADS = 2
+_SHORT = 8192
+"""Characters, or token ids, that are tokenised and hashed at once: about a millisecond where they are all new."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Keyed:
+    tokens: Tokens
+    keys: list[BlockKey]
+
+
+class Prompts:
+    """Reads prompts. Event loop only; what takes long is done in threads."""
+
+    def __init__(self, tokens: PromptTokens | None, hashers: TenantHashers, pool: PoolLookup) -> None:
+        """:param tokens: None: nothing is tokenised, so there are no keys."""
+        self._tokens, self._hashers, self._pool = tokens, hashers, pool
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-keys")
+
+    async def read(
+        self, fields: Mapping[str, Any], reads: Reads, tenant: str, session: str | None, engines: Collection[Engine]
+    ) -> Prompt:
+        """What can be said of a request.
+
+        :param fields: the request as clients send it, for either route.
+        :param reads: what the strategy looks at; nothing else is made.
+        :param engines: those that may get it; keys are those of most of them.
+        """
+        model = fields.get("model")
+        adapter = model if isinstance(model, str) else ""
+        if reads is Reads.NOTHING:
+            return Prompt(adapter=adapter, session=session, tenant=tenant)
+        if reads is Reads.KEYS:
+            form = _form_of_most(engines)
+            keyed = await self._keyed(fields, tenant, form)
+            if keyed is not None and form is not None:
+                num_in_pool = await self._pool.num_leading(tenant, keyed.keys, form.namespaces)
+                return Prompt(
+                    num_tokens=len(keyed.tokens),
+                    tokens=keyed.tokens,  # type: ignore[arg-type] # an array is a sequence in all that is asked of it
+                    keys=short_keys(keyed.keys),
+                    tokens_per_block=form.tokens_per_block,
+                    num_in_pool=num_in_pool,
+                    adapter=adapter,
+                    session=session,
+                    tenant=tenant,
+                )
+        text = "".join(_texts(fields))
+        num_tokens = len(text) // _CHARACTERS_PER_TOKEN
+        return Prompt(num_tokens=num_tokens, text=text, adapter=adapter, session=session, tenant=tenant)
+
+    def close(self) -> None:
+        """Waits for what is under way."""
+        self._threads.shutdown(cancel_futures=True)
+
+    async def _keyed(self, fields: Mapping[str, Any], tenant: str, form: KeyForm | None) -> _Keyed | None:
+        hasher = None if form is None else self._hashers.of(tenant, form.tokens_per_block)
+        if self._tokens is None or hasher is None:
+            return None
+        if _is_short(fields):
+            return _keyed(self._tokens, hasher, fields)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, _keyed, self._tokens, hasher, fields)
+
+
+def _keyed(prompts: PromptTokens, hasher: BlockHasher, fields: Mapping[str, Any]) -> _Keyed | None:
+    """Any thread."""
+    tokens = prompts.of_request(fields)
+    return None if tokens is None else _Keyed(tokens, hasher.hash_blocks(tokens))
+
+
+def _is_short(fields: Mapping[str, Any]) -> bool:
+    """Whether a prompt costs less than to have a thread look at it."""
+    left = _SHORT
+    prompt, messages = fields.get("prompt"), fields.get("messages")
+    if isinstance(prompt, str | list):
+        left -= len(prompt)
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        left -= len(content) if isinstance(content, str) else _SHORT
+        if left < 0:
+            break
+    return left >= 0
+
+
+def _form_of_most(engines: Collection[Engine]) -> KeyForm | None:
+    """How most engines make keys that say so; of several that are equal, the first one's."""
+    counts: dict[tuple[int, frozenset[NamespaceId]], int] = {}
+    for engine in engines:
+        if engine.key_form is not None:
+            form = engine.key_form.tokens_per_block, engine.key_form.namespaces
+            counts[form] = counts.get(form, 0) + 1
+    return KeyForm(*max(counts, key=counts.__getitem__)) if counts else None
+
+
+def _texts(fields: Mapping[str, Any]) -> Iterator[str]:
+    """The prompt's text, from its beginning."""
+    prompt = fields.get("prompt")
+    if isinstance(prompt, str):
+        yield prompt
+    elif isinstance(prompt, list):  # of texts, or of token ids, which are as good to tell prompts apart
+        yield " ".join(map(str, prompt))
+    messages = fields.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            yield f"\n{message.get('role')}\n"
+            yield from _contents(message.get("content"))
+
+
+def _contents(content: Any) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, list):
+        for part in content:
+            text = part.get("text") if isinstance(part, dict) else None
+            yield text if isinstance(text, str) else str(part)

@@ -1,0 +1,131 @@
+"""Tokens of prompts, as engines make them, with a memory for conversations that grow."""
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from tokenizers import Tokenizer
+
+from kvtier.errors import InvalidInputError
+from kvtier.text.prompts import PromptTokenizer
+
+Tokens = npt.NDArray[np.int32]
+_MOST_ID = 2**31 - 1
+_ENTRY_BYTES = 200
+"""What an entry takes beside its tokens."""
+
+
+class PromptTokens:
+    """Tokenises requests. Any thread.
+
+    A conversation that grows repeats all its earlier messages. Where the tokenizer allows it, its text is cut at
+    special tokens, which stand between messages, and the tokens of each piece are remembered: so only what is new is
+    tokenised.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        """
+        :param folder: of the model, as engines have it.
+        :param most_bytes: what is remembered at most; the pieces that were used longest ago go first.
+        :raises ConfigError: the tokenizer or its chat template cannot be read.
+        """
+        self._prompts = PromptTokenizer(folder)
+        self._cut = _special_tokens(self._prompts.tokenizer) if _is_separable(self._prompts.tokenizer) else None
+        self._most_bytes, self._nbytes = most_bytes, 0  # guarded by _lock
+        self._known: OrderedDict[bytes, Tokens] = OrderedDict()  # guarded by _lock
+        self._lock = threading.Lock()
+
+    def of_request(self, fields: Mapping[str, Any]) -> Tokens | None:
+        """The tokens of a request's prompt; None where an engine would refuse it, or nobody knows what it makes of it
+        (several prompts, media, tools)."""
+        prompt, messages = fields.get("prompt"), fields.get("messages")
+        if isinstance(prompt, str):
+            return self._remembered(b"prompt", prompt, add_special_tokens=True)
+        if isinstance(prompt, list):
+            return _ids(prompt)
+        if isinstance(messages, list) and not fields.get("tools"):
+            try:
+                return self._of_chat(_plain(messages))
+            except InvalidInputError:
+                return None
+        return None
+
+    def _of_chat(self, messages: Sequence[Mapping[str, Any]]) -> Tokens:
+        text = self._prompts.chat_text(messages)
+        pieces = [text] if self._cut is None else self._cut.split(text)
+        found = [self._remembered(b"chat", piece, add_special_tokens=False) for piece in pieces if piece]
+        return np.concatenate(found) if found else np.zeros(0, dtype=np.int32)
+
+    def _remembered(self, kind: bytes, text: str, *, add_special_tokens: bool) -> Tokens:
+        # A collision would be a wrong key, and a wrong key a worse choice of an engine: no more.
+        name = kind + xxhash.xxh3_128_digest(text.encode())
+        with self._lock:
+            tokens = self._known.get(name)
+            if tokens is not None:
+                self._known.move_to_end(name)
+                return tokens
+        tokens = self._prompts.encode(text, add_special_tokens=add_special_tokens)
+        with self._lock:
+            if name not in self._known:
+                self._known[name] = tokens
+                self._nbytes += tokens.nbytes + _ENTRY_BYTES
+            while self._nbytes > self._most_bytes:
+                _, oldest = self._known.popitem(last=False)
+                self._nbytes -= oldest.nbytes + _ENTRY_BYTES
+        return tokens
+
+
+def _ids(prompt: Sequence[Any]) -> Tokens | None:
+    """A prompt that is given as token ids; None where it is something else."""
+    try:
+        ids = np.array(prompt)
+    except ValueError:  # lists of different lengths
+        return None
+    if ids.ndim != 1 or ids.dtype != np.int64 or not len(ids) or ids.min() < 0 or ids.max() > _MOST_ID:
+        return None
+    return ids.astype(np.int32)
+
+
+def _plain(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages as templates want them. Raises `InvalidInputError` for what is not text."""
+    plain = []
+    for message in messages:
+        if not isinstance(message, dict):
+            raise InvalidInputError("a message that is no object")
+        content = message.get("content")
+        if isinstance(content, list):
+            texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+            if not all(isinstance(text, str) for text in texts):
+                raise InvalidInputError("parts that are not text")
+            content = "\n".join(texts)  # type: ignore[arg-type] # they are text
+        role = "system" if message.get("role") == "developer" else message.get("role")
+        plain.append({**message, "role": role, "content": content})
+    return plain
+
+
+def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Finds special tokens, and keeps them when it splits."""
+    texts = sorted((each.content for each in tokenizer.get_added_tokens_decoder().values()), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else re.compile("(?!)")
+
+
+def _is_separable(tokenizer: Tokenizer) -> bool:
+    """Whether the tokens of a text are those of its pieces between special tokens, and of these."""
+    parts = json.loads(tokenizer.to_str())
+    if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in parts["added_tokens"]):
+        return False
+    if parts["normalizer"] not in (None, {"type": "NFC"}):
+        return False
+    splitter = parts["pre_tokenizer"] or {"type": "none"}
+    steps = splitter["pretokenizers"] if splitter["type"] == "Sequence" else [splitter]
+    return all(
+        step["type"] in ("Split", "Digits") or (step["type"] == "ByteLevel" and not step["add_prefix_space"])
+        for step in steps
+    )

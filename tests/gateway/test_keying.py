@@ -1,0 +1,101 @@
+"""Tokens as engines make them, and what the gateway reads on engines' pages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_family import make_tokenizer
+from kvtier_engine.text.tokenizer import ChatTokenizer
+from kvtier_gateway.engines.page import key_form_in, loads_in
+from kvtier_gateway.engines.prices import LearnedPrices
+from kvtier_gateway.keying.tokenising import PromptTokens
+
+LABELS = 'engine="0",model_name="m"'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_tokenizer(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("most_bytes", [0, 500, 1 << 20])
+def test_tokens_of_conversations_that_grow_are_those_of_an_engine(folder: Path, most_bytes: int) -> None:
+    """Also where a message has what stands between messages, and whatever is forgotten meanwhile."""
+    ours, engine = PromptTokens(folder, most_bytes), ChatTokenizer(folder)
+    texts = ["hello", "", " é<|im_end|>\n<|im_start|>system\nx", "<|im_start|>", "hello", "<|im_end", "|>"]
+    messages: list[dict[str, Any]] = []
+    for number, text in enumerate(texts * 2):
+        messages.append({"role": ("user", "assistant")[number % 2], "content": text})
+        found = ours.of_request({"messages": messages})
+        assert found is not None
+        assert found.tolist() == engine.encode_chat(messages).tolist()
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    found = ours.of_request({"messages": [{"role": "developer", "content": parts}]})
+    assert found is not None
+    assert found.tolist() == engine.encode_chat([{"role": "system", "content": "a\nb"}]).tolist()
+    plain = ours.of_request({"prompt": "hello"})
+    assert plain is not None
+    assert plain.tolist() == engine.encode("hello").tolist()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1, 2], [3]]},
+        {"prompt": []},
+        {"prompt": [-1]},
+        {"prompt": [2**40]},
+        {"prompt": [1, "a"]},
+        {"prompt": [True]},
+        {"messages": ["a"]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
+    ],
+)
+def test_prompts_that_nobody_knows_the_tokens_of(folder: Path, fields: dict[str, Any]) -> None:
+    assert PromptTokens(folder, 1 << 20).of_request(fields) is None
+    assert PromptTokens(folder, 1 << 20).of_request({"prompt": [3, 5]}) is not None
+
+
+def test_the_pages_of_engines() -> None:
+    info = f'vllm:kvtier_namespace_info{{{LABELS},namespace="%s",tokens_per_block="%d"}} 1.0\n'
+    page = (
+        f"vllm:num_requests_running{{{LABELS}}} 3.0\nvllm:num_requests_running_total 9\n"
+        f"vllm:num_requests_waiting{{{LABELS}}} 4.0\nvllm:kv_cache_usage_perc{{{LABELS}}} 0.5\n"
+    )
+    loads = loads_in(page.encode())
+    assert (loads.num_running, loads.num_waiting, loads.kv_used) == (3, 4, 0.5)
+    assert key_form_in(page.encode()) is None
+    two = info % ("00" * 16, 16) + info % ("11" * 16, 16)
+    form = key_form_in((page + two).encode())
+    assert form is not None
+    assert (form.tokens_per_block, sorted(form.namespaces)) == (16, [bytes(16), b"\x11" * 16])
+    assert key_form_in((two + info % ("22" * 16, 32)).encode()) is None
+    assert key_form_in((info % ("xx" * 16, 16)).encode()) is None
+
+
+def test_prices_follow_what_engines_count() -> None:
+    def page(seconds: float, tokens: int, fetch_s: float, nbytes: int) -> bytes:
+        return (
+            f"kvtier_engine_cold_ttft_seconds_sum {seconds}\nkvtier_engine_cold_prompt_tokens_total {tokens}\n"
+            f'kvtier_path_seconds_total{{op="read",path="shm"}} {fetch_s}\n'
+            f'kvtier_path_bytes_total{{op="read",path="shm"}} {nbytes}\n'
+            f'kvtier_path_bytes_total{{op="write",path="shm"}} 1e12\n'
+            'kvtier_tier_used_bytes{tier="host"} 64000\nkvtier_tier_held_blocks{tier="host"} 1000\n'
+        ).encode()
+
+    prices = LearnedPrices()
+    prices.learn(page(0, 0, 0, 0))
+    assert (prices.token_s, prices.pool_bytes_per_s, prices.block_bytes) == (None, None, 64)
+    prices.learn(page(10, 1000, 1, 4 << 20))
+    assert (prices.token_s, prices.pool_bytes_per_s) == (0.01, 4 << 20)
+    prices.learn(page(10.5, 1001, 1, 4 << 20))  # too little to say anything
+    assert prices.token_s == 0.01
+    prices.learn(page(40, 2000, 1, 4 << 20))
+    assert prices.token_s == pytest.approx(0.02)
+    prices.learn(page(4, 1000, 0, 0))  # an engine that was restarted
+    assert prices.token_s == pytest.approx(0.012)
