@@ -3,12 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine_family import make_tokenizer
+from kvtier.identity.keys import BlockHasher, PrefixHasher, tenant_id
 from kvtier_engine.text.tokenizer import ChatTokenizer
 from kvtier_gateway.engines.page import key_form_in, loads_in
 from kvtier_gateway.engines.prices import LearnedPrices
+from kvtier_gateway.keying.tenants import ChainMemory, short_keys
 from kvtier_gateway.keying.tokenising import PromptTokens
 
 LABELS = 'engine="0",model_name="m"'
@@ -38,6 +41,23 @@ def test_tokens_of_conversations_that_grow_are_those_of_an_engine(folder: Path, 
     plain = ours.of_request({"prompt": "hello"})
     assert plain is not None
     assert plain.tolist() == engine.encode("hello").tolist()
+
+
+@pytest.mark.parametrize("most_bytes", [0, 20_000, 1 << 20])
+def test_keys_of_prompts_that_go_on_or_part_are_those_of_an_engine(most_bytes: int) -> None:
+    chains, rng = ChainMemory(most_bytes), np.random.default_rng(0)
+    hashers = [BlockHasher(tenant_id(name), PrefixHasher(name.encode() * 8, "", 16)) for name in ("red", "blue")]
+    head = rng.integers(0, 100, 100, dtype=np.int32)
+    for round_ in range(40):
+        tokens = np.concatenate([head[: rng.integers(0, 101)], rng.integers(0, 2, rng.integers(0, 300))]).astype(
+            np.int32
+        )
+        if round_ % 3 == 0:
+            head = tokens if len(tokens) > 64 else head
+        for hasher in hashers:
+            keys = hasher.hash_blocks(tokens)
+            assert chains.keys_of(hasher, tokens) == keys
+            assert short_keys(keys) == [int.from_bytes(key[-8:], "big") for key in keys]
 
 
 @pytest.mark.parametrize(

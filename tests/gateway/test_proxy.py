@@ -15,7 +15,7 @@ from cache_pool import WAIT_S, until
 from gateway_rig import KEYS, MODEL, Gateway, PlayedEngine, PlayedRequest, gateway_file, running_gateway
 
 EVENT = b'data: {"choices": []}\n\n'
-FAST = "probe_timeout_s = 2\nprobe_failures = 1\nsend_timeout_s = 2\nshutdown_grace_s = 5\nmax_connections = 700"
+FAST = "probe_timeout_s = 60\nprobe_failures = 1\nsend_timeout_s = 2\nshutdown_grace_s = 5\nmax_connections = 700"
 
 
 class Site:

@@ -198,7 +198,7 @@ def test_a_reload_changes_the_bounds_of_connections_that_are_there() -> None:
         red = connect(addresses.block[0])
         assert red.write([large(RED)]) == [WriteStatus.STORED]
         assert red.lookup(keys(["large"])) == [Status.MISS]
-        service.set_tenants(pool_config())
+        service.take(pool_config())
         assert red.lookup(keys(["large"])) == [Status.HIT]
         red.close()
     finally:

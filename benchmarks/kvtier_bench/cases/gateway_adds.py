@@ -17,7 +17,7 @@ from kvtier.config.gateway import ApiKeyConfig, GatewayEngineConfig
 from kvtier.identity.keys import NamespaceId, rank_keys
 from kvtier.testing.blocks import summed
 from kvtier_bench.measuring.report import Case
-from kvtier_bench.measuring.rounds import Samples
+from kvtier_bench.measuring.rounds import Samples, percentile
 from kvtier_bench.processes.pool_process import PoolProcess, pool_process
 from kvtier_engine.demo.demo_model import demo_model_path
 from kvtier_engine.model.model_folder import DEFAULT_CACHE_DIR, open_model
@@ -117,11 +117,9 @@ def _measured(rig: _Rig, num_keys: int, calls: int) -> list[Case]:
 
 
 def _detail(ours: Samples, floor: Samples) -> str:
-    def p99(samples: Samples) -> float:
-        return sorted(samples.calls_s)[len(samples.calls_s) * 99 // 100]
-
-    added_ms = (sorted(ours.calls_s)[len(ours.calls_s) // 2] - sorted(floor.calls_s)[len(floor.calls_s) // 2]) * 1e3
-    return f"{p99(ours) / p99(floor):.2f} times the floor at p99; {added_ms:.2f} ms more in the median"
+    ratio = percentile(ours.calls_s, 99) / percentile(floor.calls_s, 99)
+    added_ms = (percentile(ours.calls_s, 50) - percentile(floor.calls_s, 50)) * 1e3
+    return f"{ratio:.2f} times the floor at p99; {added_ms:.2f} ms more in the median"
 
 
 def _time(samples: Samples, run: Callable[[], object]) -> None:

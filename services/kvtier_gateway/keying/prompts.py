@@ -9,12 +9,13 @@ from typing import Any
 from kvtier.identity.keys import BlockHasher, BlockKey, NamespaceId
 from kvtier_gateway.engines.engine import Engine, KeyForm
 from kvtier_gateway.keying.pool import PoolLookup
-from kvtier_gateway.keying.tenants import TenantHashers, short_keys
+from kvtier_gateway.keying.tenants import ChainMemory, TenantHashers, short_keys
 from kvtier_gateway.keying.tokenising import PromptTokens, Tokens
 from kvtier_gateway.routing.values import Prompt, Reads
 
 _CHARACTERS_PER_TOKEN = 4
 _THREADS = 2
+_CHAINS_BYTES = 64 << 20
 _SHORT = 8192
 """Characters, or token ids, that are tokenised and hashed at once: about a millisecond where they are all new."""
 
@@ -31,6 +32,7 @@ class Prompts:
     def __init__(self, tokens: PromptTokens | None, hashers: TenantHashers, pool: PoolLookup) -> None:
         """:param tokens: None: nothing is tokenised, so there are no keys."""
         self._tokens, self._hashers, self._pool = tokens, hashers, pool
+        self._chains = ChainMemory(_CHAINS_BYTES)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-keys")
 
     async def read(
@@ -74,14 +76,13 @@ class Prompts:
         if self._tokens is None or hasher is None:
             return None
         if _is_short(fields):
-            return _keyed(self._tokens, hasher, fields)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, _keyed, self._tokens, hasher, fields)
+            return self._look(self._tokens, hasher, fields)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._look, self._tokens, hasher, fields)
 
-
-def _keyed(prompts: PromptTokens, hasher: BlockHasher, fields: Mapping[str, Any]) -> _Keyed | None:
-    """Any thread."""
-    tokens = prompts.of_request(fields)
-    return None if tokens is None else _Keyed(tokens, hasher.hash_blocks(tokens))
+    def _look(self, prompts: PromptTokens, hasher: BlockHasher, fields: Mapping[str, Any]) -> _Keyed | None:
+        """Any thread."""
+        tokens = prompts.of_request(fields)
+        return None if tokens is None else _Keyed(tokens, self._chains.keys_of(hasher, tokens))
 
 
 def _is_short(fields: Mapping[str, Any]) -> bool:
