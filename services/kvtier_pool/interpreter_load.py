@@ -27,6 +27,8 @@ class InterpreterLoad:
         """Seconds of the interpreter that each tenant may have in a second. Written by the thread alone."""
         self._asked_until_s = float("-inf")
         """Until then somebody wants to know. Written whole, by any thread."""
+        self._is_watching = False
+        """Whether the thread looks. Written whole; a change that is lost is made up for by the next request."""
         self._looked_s = 0.0
         """When the thread looked last. That thread only, as all below."""
         self._late_s = 0.0
@@ -44,7 +46,9 @@ class InterpreterLoad:
     def watch_until(self, until_s: float) -> None:
         """Looks from now on until then. 0.1 us."""
         self._asked_until_s = until_s
-        self._thread.wake()
+        if not self._is_watching:
+            self._is_watching = True
+            self._thread.wake()
 
     def note(self, late_s: float) -> None:
         """Takes in how late the thread was once. That thread only."""
@@ -63,6 +67,7 @@ class InterpreterLoad:
         if now_s < self._asked_until_s:
             self._looked_s = self._clock()
             return True
+        self._is_watching = False
         self.share = 1.0
         self._looked_s = self._late_s = 0.0
         self._num_ticks = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.system.interpreter_time import interpreter_s, note_spent
+from kvtier.system.short_lock import ShortLock
 from kvtier_pool.interpreter_load import InterpreterLoad
 
 _AT_ONCE = 2
@@ -70,7 +71,7 @@ class FairTurns:
         """The tenant that has asked last. Written whole, by any thread: a lost change is made up for by the next."""
         self._several_until_s = float("-inf")
         """When turns end for want of a second tenant. Written as `_last` is."""
-        self._lock = threading.Lock()
+        self._lock = ShortLock()
         self._of: dict[TenantId, _Turns] = {}
         """Tenants that have turns running or waiting. Guarded by _lock."""
         self._paid_s: dict[TenantId, float] = {}
@@ -94,9 +95,11 @@ class FairTurns:
         """The request is over, or failed."""
         spent_s = interpreter_s() - turn.began_s
         note_spent(-spent_s)
-        self.charge(turn.tenant, spent_s)
         with self._lock:
-            turns = self._of[turn.tenant]
+            self._charge(turn.tenant, spent_s)
+            turns = self._of.get(turn.tenant)
+            if turns is None:  # it counted no longer, and those that began after it have ended
+                return
             if turn in turns.running:
                 turns.running.remove(turn)
             self._let_begin(turns)
@@ -119,10 +122,8 @@ class FairTurns:
 
     def charge(self, tenant: TenantId, spent_s: float) -> None:
         """Notes that the tenant has had so much of the interpreter's time: its next turns wait for it."""
-        now_s = self._clock()
         with self._lock:
-            paid_s = max(self._paid_s.get(tenant, 0.0), now_s - _CREDIT_S) + spent_s / self.load.share
-            self._paid_s[tenant] = min(paid_s, now_s + _MOST_OWED_S)
+            self._charge(tenant, spent_s)
 
     @contextmanager
     def charged(self, tenant: TenantId) -> Iterator[None]:
@@ -143,6 +144,12 @@ class FairTurns:
         finally:
             if turn is not None:
                 self.end(turn)
+
+    def _charge(self, tenant: TenantId, spent_s: float) -> None:
+        """Caller holds the lock."""
+        now_s = self._clock()
+        paid_s = max(self._paid_s.get(tenant, 0.0), now_s - _CREDIT_S) + spent_s / self.load.share
+        self._paid_s[tenant] = min(paid_s, now_s + _MOST_OWED_S)
 
     def _wait(self, turn: Turn, now_s: float) -> None:
         """Waits until the turn may begin."""
