@@ -63,6 +63,11 @@ class EngineCache:
     metrics: HierarchyMetrics
     clean_ahead_blocks: int
 
+    @property
+    def hasher(self) -> BlockHasher:
+        """The hasher of the first tenant, who is the only one of most engines."""
+        return next(iter(self.hashers.values()))
+
 
 @dataclass(frozen=True, slots=True)
 class MoverHalf:

@@ -125,7 +125,8 @@ def _process_settings(config: Config, namespace: NamespaceId) -> ProcessSettings
     settings = {
         "config": {
             "tenants": tenants,
-            **config.model_dump(mode="json", include={"tenant", "gateway_tenants", "disk", "pool"}),
+            "gateway_tenants": names,
+            **config.model_dump(mode="json", include={"disk", "pool"}),
         },
         "namespace": namespace.hex(),
         "folder": str(config.resolve_path(Path())),

@@ -74,11 +74,22 @@ class Config(Section):
     """What `_resolve` has read, by reference: a file is read once, for it may be a pipe."""
 
     def engine_tenants(self) -> list[str]:
-        """The tenants that this engine serves: its own one first, if it has one, then those that a gateway may name."""
-        names = list(dict.fromkeys([*([self.tenant] if self.tenant is not None else []), *self.gateway_tenants]))
+        """The tenants that this engine serves: its own one first, if it has one, then those that a gateway may name,
+        and those with API keys."""
+        own = [self.tenant] if self.tenant is not None else []
+        names = list(dict.fromkeys([*own, *self.gateway_tenants, *self.key_tenants()]))
         if not names:
             raise self._error("tenant", 'missing; name one of [tenants.*], e.g. tenant = "default"')
         return names
+
+    def key_tenants(self) -> list[str]:
+        """The tenants whose clients have API keys."""
+        return [name for name, tenant in self.tenants.items() if tenant.api_key_sha256]
+
+    @property
+    def is_of_an_engine(self) -> bool:
+        """Whether the file says whose blocks an engine has, which every engine needs."""
+        return self.tenant is not None or bool(self.gateway_tenants) or bool(self.key_tenants())
 
     def only_tenant(self) -> str:
         """The tenant of an engine whose requests cannot say whose they are."""
@@ -87,6 +98,9 @@ class Config(Section):
                 "gateway_tenants",
                 "only kvtier's own engine and vLLM's KvtierConnector take tenants from requests; leave it out",
             )
+        if self.key_tenants():
+            key = f"tenants.{self.key_tenants()[0]}.api_key_sha256"
+            raise self._error(key, "only `kvtier engine` takes API keys; leave it out")
         return self.engine_tenants()[0]
 
     def chain_secret(self, name: str) -> bytes:
@@ -198,6 +212,23 @@ class Config(Section):
             for token in table.key_sha256
         )
 
+    def accepted_engine_keys(self) -> list[AcceptedToken]:
+        """Returns the API keys of `kvtier engine`, those that have expired included; no two have the same digest.
+        Without any, whoever reaches its port may use it.
+
+        Raises `ConfigError` where requests would have two ways to say whose they are.
+        """
+        tenants = self.key_tenants()
+        if tenants and self.gateway_tenants:
+            raise self._error(
+                "gateway_tenants", f"tenants.{tenants[0]}.api_key_sha256 says already whose requests are; leave one out"
+            )
+        return self._accepted(
+            (f"tenants.{name}.api_key_sha256", Role.TENANT, name, key)
+            for name in tenants
+            for key in self.tenants[name].api_key_sha256
+        )
+
     def _accepted(self, tokens: Iterable[tuple[str, Role, str, TokenConfig]]) -> list[AcceptedToken]:
         accepted: dict[str, AcceptedToken] = {}
         for key, role, name, token in tokens:
@@ -293,6 +324,13 @@ class Config(Section):
         if gateway.tls_certificate is None and gateway.tls_key is None:
             return None
         return TlsFiles(certificate=self._resolved(gateway.tls_certificate), key=self._resolved(gateway.tls_key))
+
+    def engine_tls(self) -> TlsFiles | None:
+        """The files of `kvtier engine` for TLS; None without TLS."""
+        engine = self.engine
+        if engine.tls_certificate is None and engine.tls_key is None:
+            return None
+        return TlsFiles(certificate=self._resolved(engine.tls_certificate), key=self._resolved(engine.tls_key))
 
     def redis_password(self) -> str | None:
         """The password of the pool's Redis; None without one."""

@@ -119,6 +119,10 @@ class TenantConfig(Section):
     token_sha256: Tokens = Field(default=[])
     """Pool only: lower-case hex SHA-256 of each token that is accepted, as text or as `env:` / `file:`, or tables of
     `sha256` and `expires_at`. Read again when the file changes, and on SIGHUP."""
+    api_key_sha256: Tokens = Field(default=[])
+    """`kvtier engine` only: as `token_sha256`, of the API keys of this tenant's clients (`Authorization: Bearer KEY`).
+    Where any tenant has one, every request under `/v1` needs a key, which says whose it is: tenants share nothing of
+    the cache. Read at the engine's start."""
     certificate_names: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Pool only: DNS names and URIs, compared as they are. A client whose certificate has one of them among its subject
     alternative names needs no token. Needs `pool_service.tls_client_ca`. Read again as tokens are."""
@@ -130,6 +134,15 @@ class TenantConfig(Section):
     """Pool only: what the tenant may have of its Redis. Read again as tokens are."""
     rate: RateConfig = RateConfig()
     """Pool only: what the tenant may ask for in a second. Read again as tokens are."""
+
+
+class AdapterConfig(Section):
+    """A LoRA adapter of `kvtier engine`."""
+
+    path: Path
+    """The folder that PEFT has saved. Blocks are known by what is in it, whatever the adapter is called, which is what
+    requests give as `model`. Each adapter takes memory for the weights that it changes, and the sequences of a step are
+    computed adapter by adapter: many in one step cost time."""
 
 
 class EngineConfig(Section):
@@ -145,6 +158,13 @@ class EngineConfig(Section):
     """The names without a port by which clients call an engine that listens on a loopback address, and the hosts of
     web pages that may use it, beside `localhost` and loopback addresses: those of a proxy on this machine that hands on
     the `Host` it was asked for. Who calls it by another name is refused, so that no web page reaches it."""
+    tls_certificate: Path | None = None
+    """Certificate chain, in PEM, of `listen`. Without, API keys, prompts and answers travel in the clear. Renewed files
+    count from the next connection on."""
+    tls_key: Path | None = None
+    """The private key of `tls_certificate`, in PEM and not encrypted."""
+    adapters: dict[str, AdapterConfig] = Field(default={})
+    """LoRA adapters, each a table by the name that requests give as `model`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device that holds the model and its KV. `auto` takes the first CUDA device where torch and triton can use
     one. Engines on CPU and on CUDA do not share: their KV differs in the last bits."""
@@ -154,7 +174,8 @@ class EngineConfig(Section):
     """Whether an answer is the same, bit for bit, whatever is found in the cache, in whichever chunks a prompt is
     computed, and whatever is computed beside it. Left out: true in bfloat16 on the CPU, where computing takes a
     seventh longer, and up to half where several answers are computed together, and false otherwise.
-    True: in float32 on the CPU, too, where decodes take several times as long; refused on CUDA and with `lossy_codec`.
+    True: in float32 on the CPU, too, where decodes take several times as long; refused on CUDA, with `lossy_codec`, and
+    for Gemma, where it is false.
     Engines for which it is true share only with those whose arithmetic gives the same bits."""
     lossy_codec: Literal["none", "int8_per_head", "fp8_e4m3_per_head"] = "none"
     """The form in which blocks leave the device: half as many bytes in host memory, on disk and in the pool, and half
@@ -188,7 +209,8 @@ class EngineConfig(Section):
     cuda_graphs: bool = True
     """Whether, on CUDA, steps in which every request has one new token are replayed from graphs, captured at the start
     for 1, 2, 4 ... `max_running` requests. The log names the time that takes, and the device memory beside `kv_bytes`.
-    False spares both and launches every operation by itself, for which the device then has to wait."""
+    False spares both and launches every operation by itself, for which the device then has to wait; so it is for
+    models with sliding windows (Gemma)."""
     cache: bool = True
     """False computes every prompt from scratch: no device hits, no tiers."""
 

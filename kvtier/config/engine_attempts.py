@@ -6,7 +6,7 @@ from functools import partial
 from kvtier.config.config import Config
 from kvtier.config.findings import size_words
 from kvtier.errors import ConfigError
-from kvtier.net.tls import client_tls
+from kvtier.net.tls import client_tls, server_tls
 from kvtier.system.memory import total_bytes
 
 
@@ -19,6 +19,8 @@ def engine_attempts(config: Config, device_type: str) -> list[Callable[[], objec
     """
     attempts: list[Callable[[], object]] = [
         partial(config.verifies_on_device, device_type),
+        config.accepted_engine_keys,
+        lambda: server_tls(config.engine_tls()),
         lambda: client_tls(config.pool_tls(), config.pool.tls_server_name),
         lambda: _require_memory(config.host_bytes(), total_bytes()),
     ]

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from kvtier.config.config import Config
 from kvtier.config.credentials import RoleConfig, TokenConfig
 from kvtier.config.engine import (
+    AdapterConfig,
     CacheConfig,
     DiskConfig,
     EngineConfig,
@@ -37,6 +38,7 @@ from kvtier.config.tracing import TracingConfig
 _SECTIONS: tuple[type[BaseModel], ...] = (
     Config,
     EngineConfig,
+    AdapterConfig,
     CacheConfig,
     HostConfig,
     DiskConfig,

@@ -49,6 +49,7 @@ CHAIN_START = ChainHash(bytes(CHAIN_HASH_BYTES))
 _ROOT_LABEL = b"kvtier.root.v1"
 _EXTERNAL_LABEL = b"kvtier.ext.v1"
 _TENANT_LABEL = b"kvtier.tenant.v1"
+_ADAPTER = "lora"
 _NO_EXTRAS = bytes(4)
 _TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _UINT32_MAX = 2**32 - 1
@@ -194,12 +195,21 @@ class PrefixHasher:
 class BlockHasher:
     """Block keys of one tenant. Any thread."""
 
-    def __init__(self, tenant: TenantId, hasher: PrefixHasher, previous: "Sequence[PreviousHasher]" = ()) -> None:
+    def __init__(
+        self,
+        tenant: TenantId,
+        hasher: PrefixHasher,
+        previous: "Sequence[PreviousHasher]" = (),
+        *,
+        adapter: bytes | None = None,
+    ) -> None:
         """
         :param hasher: with this tenant's secret and salt.
         :param previous: the hashers of secrets that this tenant had before, the newest first.
+        :param adapter: digest of the LoRA adapter that all blocks are computed with; None: of none.
         """
         self.tenant, self._hasher, self.previous = tenant, hasher, tuple(previous)
+        self._at_start = [] if adapter is None else [Extra(_ADAPTER, adapter, 0)]
         self.tokens_per_block = hasher.tokens_per_block
 
     def hash_blocks(
@@ -211,9 +221,18 @@ class BlockHasher:
     ) -> list[BlockKey]:
         """Returns the tenant's keys of what `PrefixHasher.hash_blocks` hashes. `parent`: None at the start of a
         sequence."""
+        if self._at_start and parent is None:  # from there it is in the hashes of all later blocks, too
+            extras = {**(extras or {}), 0: [*(extras or {}).get(0, ()), *self._at_start]}
         before = CHAIN_START if parent is None else split_block_key(parent)[1]
         hashes = self._hasher.hash_blocks(tokens, parent=before, extras=extras)
         return [BlockKey(self.tenant + chain_hash) for chain_hash in hashes]
+
+    def with_adapter(self, digest: bytes) -> "BlockHasher":
+        """Returns the hasher of the same tenant's blocks that are computed with a LoRA adapter."""
+        previous = [
+            PreviousHasher(each.hasher.with_adapter(digest), each.retire_at_s, each.clock) for each in self.previous
+        ]
+        return BlockHasher(self.tenant, self._hasher, previous, adapter=digest)
 
     def external_key(self, digest: bytes) -> ChainHash:
         """Returns the chain hash that stands for an engine-supplied `digest`. Never equals one of `hash_blocks`."""

@@ -37,6 +37,7 @@ class ServerTls:
 
     def __init__(self, files: TlsFiles) -> None:
         """Reads nothing yet: see `check`. With `files.ca`, clients need a certificate."""
+        self._files = files
         self._contexts = Renewed(files.paths, partial(server_context, files))
 
     def check(self) -> None:
@@ -46,6 +47,19 @@ class ServerTls:
     def wrap(self, accepted: socket.socket) -> ssl.SSLSocket:
         """The handshake is still to be made. `accepted` is used up."""
         return self._contexts.current().wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
+
+    def context(self) -> ssl.SSLContext:
+        """A context for servers that keep theirs for good, as asyncio's do: each handshake takes the files of its time.
+
+        Raises `ConfigError` when the files are no good.
+        """
+        context = server_context(self._files)
+
+        def take_current(accepted: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+            accepted.context = self._contexts.current()
+
+        context.sni_callback = take_current
+        return context
 
     def accept(self, accepted: socket.socket) -> "TlsStream":
         """A stream that makes the handshake with the first `receive`, within its deadline. Does not block."""
@@ -91,6 +105,15 @@ def client_tls(files: TlsFiles | None, server_name: str | None) -> ClientTls | N
     if files is None:
         return None
     tls = ClientTls(files, server_name)
+    tls.check()
+    return tls
+
+
+def server_tls(files: TlsFiles | None) -> ServerTls | None:
+    """None without files. Raises `ConfigError` when they are no good."""
+    if files is None:
+        return None
+    tls = ServerTls(files)
     tls.check()
     return tls
 

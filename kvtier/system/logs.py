@@ -67,6 +67,14 @@ def bind_log_fields(**fields: str) -> None:
     _bound.set(fields)
 
 
+def add_log_fields(**fields: str) -> None:
+    """All lines that this thread (or task) logs from now on have these fields, too.
+
+    :param fields: as those of `bind_log_fields`.
+    """
+    _bound.set({**_bound.get(), **fields})
+
+
 @contextmanager
 def log_fields(**fields: str) -> Iterator[None]:
     """Lines that this thread (or task) logs meanwhile have these fields, too; a microsecond.

@@ -24,6 +24,7 @@ from kvtier.offload import OTHER_COPIES, Cleaner, Hierarchy, PrefixTokens
 from kvtier.system.process_metrics import describe_process
 from kvtier_engine.events.kv_events import KVEvents
 from kvtier_engine.events.publisher import EventPublisher
+from kvtier_engine.model.adapters import Adapter, load_adapter
 from kvtier_engine.model.arriving_kv import ArrivingKV
 from kvtier_engine.model.cuda_graphs import with_cuda_graphs
 from kvtier_engine.model.devices import device_kv, engine_device, layered_loads, weights_on
@@ -33,6 +34,7 @@ from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.model_folder import DEFAULT_CACHE_DIR, ModelFolder, open_model
 from kvtier_engine.model.paged_kv import PagedKV, allocate_kv, bytes_per_block, kv_namespace
 from kvtier_engine.model.weights import LlamaWeights, load_weights
+from kvtier_engine.scheduling.adapted_model import AdaptedModel
 from kvtier_engine.scheduling.engine import Engine, EngineLimits
 from kvtier_engine.scheduling.fetch_planning import FetchPlanning
 from kvtier_engine.scheduling.metrics import EngineMetrics
@@ -90,6 +92,12 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     kv = _allocate(config, folder, dtype, device)
     weights = weights_on(load_weights(folder.weight_files, folder.config, dtype), device)
     model = _model(section, folder.config, weights)
+    if folder.name in section.adapters:
+        raise ConfigError(f"engine.adapters: {folder.name!r} is the model's own name; call the adapter something else")
+    adapters = {
+        name: _adapted(section, folder, load_adapter(config.resolve_path(of.path), weights, folder.config, cache_dir))
+        for name, of in section.adapters.items()
+    }
     fingerprint = arithmetic_fingerprint(model, folder.config, dtype) if model.batch_invariant else ""
     registry = CollectorRegistry()
     describe_process(registry)
@@ -97,26 +105,30 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     namespace = kv_namespace(
         folder.config, folder.weights_digest, dtype, device, lossy_codec=lossy_codec, fingerprint=fingerprint
     )
-    with engine_of(config, model, folder.config, kv, namespace, registry) as engine:
+    with engine_of(config, model, folder.config, kv, namespace, registry, adapters=adapters) as engine:
         yield AssembledEngine(engine, folder, registry)
 
 
 @contextlib.contextmanager
-def engine_of(
+def engine_of(  # noqa: PLR0913 - the parts that it is put together from
     config: Config,
     model: LlamaModel,
     model_config: ModelConfig,
     kv: PagedKV,
     namespace: Namespace,
     registry: CollectorRegistry,
+    *,
+    adapters: Mapping[str, tuple[LlamaModel, bytes]] | None = None,
 ) -> Iterator[Engine]:
     """The rest of `assembled_engine`, for a model that is there already: weights and `kv` on the same device.
 
     :param namespace: of `kv`'s blocks.
+    :param adapters: by name, the model with a LoRA adapter and that one's digest.
     """
     section = config.engine
     with contextlib.ExitStack() as stack:
-        named = config.gateway_tenants if config.tenant is None else [config.tenant, *config.gateway_tenants]
+        own_tenant = [] if config.tenant is None else [config.tenant]
+        named = [*own_tenant, *config.gateway_tenants, *config.key_tenants()]
         hashers: Mapping[str, BlockHasher | None] = dict.fromkeys(named)
         hierarchy: Hierarchy | None = None
         cleaner: Cleaner | None = None
@@ -178,10 +190,14 @@ def engine_of(
             max_positions=model_config.max_position_embeddings, kv=kv, vocab_size=model_config.vocab_size
         )
         prepared = prepare(model, kv, model_config, section, limits)
+        if adapters:
+            prepared = AdaptedModel(prepared, {name: adapted for name, (adapted, _) in adapters.items()})
+        digests = {name: digest for name, (_, digest) in (adapters or {}).items()}
         scheduler = Scheduler(prepared, kv, cache, EngineMetrics(registry), settings)
-        # Where a gateway names tenants, a request that names none is nobody's.
-        own = None if config.gateway_tenants or config.tenant is None else hashers.get(config.tenant)
-        engine = Engine(scheduler, limits, hasher=own, of_tenants=hashers, hierarchy=hierarchy)
+        # Where gateways or keys name tenants, a request that names none is nobody's.
+        is_named = bool(config.gateway_tenants or config.key_tenants())
+        own = None if is_named or config.tenant is None else hashers.get(config.tenant)
+        engine = Engine(scheduler, limits, hasher=own, hashers=hashers, adapters=digests, hierarchy=hierarchy)
         engine.warm_up()
         # What stands now stands as long as the process: full collections need not walk it.
         gc.freeze()
@@ -218,12 +234,17 @@ def _model(section: EngineConfig, config: ModelConfig, weights: LlamaWeights) ->
             "engine.batch_invariant: true, but on CUDA products of matrices are not invariant; leave it out, "
             'or set engine.device to "cpu"'
         )
-    if section.batch_invariant is None and not on_cuda and section.may_be_invariant:
+    may_be_invariant = section.may_be_invariant and not config.is_gemma
+    if section.batch_invariant is None and not on_cuda and may_be_invariant:
         try:
             return LlamaModel(config, weights, batch_invariant=True)
         except ConfigError as error:
             log.warning("answers may depend on the cache in their last bits: %s", error)
     return LlamaModel(config, weights, batch_invariant=bool(section.batch_invariant))
+
+
+def _adapted(section: EngineConfig, folder: ModelFolder, adapter: Adapter) -> tuple[LlamaModel, bytes]:
+    return _model(section, folder.config, adapter.weights), adapter.digest
 
 
 def _require_block_size(tokens_per_block: int) -> None:
@@ -262,7 +283,7 @@ def prepare(
     if kv.tensor.device.type != "cuda":
         return model
     compile_for_long_sequences(model, kv, model_config, section.max_running)
-    if not section.cuda_graphs:
+    if not section.cuda_graphs or model.has_windows:
         return model
     max_seqs = min(section.max_running, section.max_batch_tokens)
     return with_cuda_graphs(model, kv, max_seqs=max_seqs, max_seq_len=limits.max_total_tokens)

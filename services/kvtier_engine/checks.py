@@ -6,6 +6,7 @@ from kvtier.cli.sizing.model_shape import load_model_shape
 from kvtier.config import Config
 from kvtier.config.findings import Finding, Severity, size_words
 from kvtier.errors import ConfigError
+from kvtier.net.address import is_loopback
 from kvtier_engine.model.weight_files import weight_files
 
 _MOST_TOKENS_PER_BLOCK = 256
@@ -17,6 +18,13 @@ def own_engine_findings(config: Config) -> Iterable[Finding]:
     engine = config.engine
     if "engine" not in config.model_fields_set:
         return
+    host = engine.listen.rpartition(":")[0].strip("[]")
+    if config.key_tenants() and engine.tls_certificate is None and not is_loopback(host):
+        yield Finding(
+            Severity.WARNING,
+            "engine.tls_certificate",
+            f"API keys travel to {engine.listen} in the clear; set it and tls_key, or listen on 127.0.0.1",
+        )
     if not engine.cache and (config.pool.address or config.disk.directory is not None):
         yield Finding(Severity.WARNING, "engine.cache", "false: neither the pool nor the disk is used; set it to true")
     if engine.lossy_codec != "none" and engine.dtype != "bfloat16":

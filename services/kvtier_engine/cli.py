@@ -18,6 +18,7 @@ from kvtier.config.findings import log_warnings
 from kvtier.errors import ConfigError
 from kvtier.memory.malloc import keep_freed_memory
 from kvtier.net.address import is_loopback, reason_of
+from kvtier.net.tls import server_tls
 from kvtier.system.logs import set_up_logs
 from kvtier.system.open_files import raise_open_files_limit
 from kvtier.system.process_metrics import leave_out_creation_times
@@ -54,7 +55,7 @@ def serve(
 
     A second signal of the same kind ends it at once.
 
-    Prints `ready url=http://HOST:PORT` when it can be used. Options win over the file.
+    Prints `ready url=http://HOST:PORT`, or https with TLS, when it can be used. Options win over the file.
 
     Example: kvtier engine serve --config kvtier.toml --port 8001
     """
@@ -75,10 +76,11 @@ def run(config: Config) -> None:
 
     from kvtier_engine.api.http_connections import BACKLOG, bounded_protocol
     from kvtier_engine.api.known_hosts import KnownHosts
+    from kvtier_engine.api.request_tenants import RequestTenants
     from kvtier_engine.api.server import Server
     from kvtier_engine.assemble import assembled_engine
 
-    open_files = raise_open_files_limit()
+    open_files, tls, tenants = raise_open_files_limit(), server_tls(config.engine_tls()), RequestTenants.of(config)
     with (
         _listening(config.engine.listen) as listener,
         exporting_spans(config, "kvtier-engine"),
@@ -87,10 +89,10 @@ def run(config: Config) -> None:
         server = Server(
             assembled.engine,
             assembled.model.tokenizer,
-            model_name=assembled.model.name,
+            model_names=(assembled.model.name, *config.engine.adapters),
             eos_token_ids=assembled.model.config.eos_token_ids,
             registry=assembled.registry,
-            tenant=None if config.gateway_tenants else config.tenant,
+            tenants=tenants,
         )
         served, is_of_this_machine = server.app(), is_loopback(listener.getsockname()[0])
         uvicorn_server = uvicorn.Server(
@@ -104,6 +106,10 @@ def run(config: Config) -> None:
                 timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
             )
         )
+
+        if tls is not None:
+            uvicorn_server.config.load()
+            uvicorn_server.config.ssl = tls.context()
 
         def serve_http() -> None:
             try:
@@ -121,7 +127,8 @@ def run(config: Config) -> None:
         thread = threading.Thread(target=serve_http, name="kvtier-http")
         thread.start()
         host, port = listener.getsockname()[:2]
-        print(f"ready url=http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        scheme = "http" if tls is None else "https"
+        print(f"ready url={scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
         try:
             assembled.engine.run()
         finally:

@@ -138,7 +138,8 @@ BAD_BODIES: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "seed": ("/v1/completions", {"prompt": "a", "seed": 2**64}, 400, "seed", "9223372036854775807"),
     "text as number": ("/v1/completions", {"prompt": "a", "max_tokens": "5"}, 400, "max_tokens", "valid integer"),
     "truth as number": ("/v1/completions", {"prompt": "a", "max_tokens": True}, 400, "max_tokens", "valid integer"),
-    "tools": ("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools", "[] only"),
+    "prompts of two kinds": ("/v1/completions", {"prompt": ["a", [1]]}, 400, "prompt", "a list of 1 to 128 of either"),
+    "functions": ("/v1/chat/completions", {"messages": HELLO, "functions": [{}]}, 400, "functions", "[] only"),
     "another format": (
         "/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "xml"}}, 400, "response_format.type",
         '"json_object" or "json_schema"',
@@ -168,7 +169,7 @@ BAD_BODIES: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "no messages": ("/v1/chat/completions", {"messages": []}, 400, "messages", "at least 1"),
     "unknown role": (
         "/v1/chat/completions", {"messages": [{"role": "x", "content": ""}]}, 400, "messages[0].role",
-        '"system", "user" or'
+        '"system", "user", "assistant" or'
     ),
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ def small_folder(parent: Path, family: str = "Llama", **changes: Any) -> tuple[P
         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "tie_word_embeddings": False,
     } | changes  # fmt: skip
     torch.manual_seed(5)
-    config = getattr(transformers, family + "Config")(**settings)
+    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else family + "Config")(**settings)
     model = getattr(transformers, family + "ForCausalLM")(config)
     for name, parameter in model.named_parameters():  # made as zeros and ones, which hide whether they are used
         if name.endswith("bias") or "norm" in name:

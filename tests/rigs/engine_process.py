@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import ssl
 import subprocess
 import sys
 import threading
@@ -67,14 +68,20 @@ class EngineProcess:
 
 
 @contextlib.contextmanager
-def engine_process(folder: Path, *, grace_s: int | None = None, **environ: str) -> Iterator[EngineProcess]:
-    """:param grace_s: what requests get at a stop, for tests that have to wait for all of it."""
-    config = folder / "engine.toml"
-    config.write_text(CONFIG.format(model=json.dumps(str(demo_model_path()))))
-    process = start_engine(config, grace_s=grace_s, **environ)
+def engine_process(
+    folder: Path, *, config: str = CONFIG, ca: Path | None = None, grace_s: int | None = None, **environ: str
+) -> Iterator[EngineProcess]:
+    """
+    :param ca: of the engine's certificate.
+    :param grace_s: what requests get at a stop, for tests that have to wait for all of it.
+    """
+    file = folder / "engine.toml"
+    file.write_text(config.format(model=json.dumps(str(demo_model_path()))))
+    process = start_engine(file, grace_s=grace_s, **environ)
+    verify = True if ca is None else ssl.create_default_context(cafile=ca)
     try:
         url = _ready_url(process)
-        with httpx.Client(base_url=url, timeout=PATIENCE_S, limits=NO_KEEP_ALIVE) as client:
+        with httpx.Client(base_url=url, timeout=PATIENCE_S, limits=NO_KEEP_ALIVE, verify=verify) as client:
             yield EngineProcess(process, client, client.get("/metrics").text)
     finally:
         process.kill()

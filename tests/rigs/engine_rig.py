@@ -74,7 +74,7 @@ def tiny_model(seed: int = 3) -> LlamaModel:
             input_norm=torch.ones(hidden),
             qkv=2 * random((heads + 2 * kv_heads) * CONFIG.head_dim, hidden),
             attention_output=2 * random(hidden, heads * CONFIG.head_dim),
-            post_attention_norm=torch.ones(hidden),
+            pre_mlp_norm=torch.ones(hidden),
             gate_up=random(2 * CONFIG.intermediate_size, hidden),
             down=random(hidden, CONFIG.intermediate_size),
         )
@@ -214,9 +214,13 @@ class EngineRig:
         temperature: float = 0.0,
         seed: int = 0,
         on_token: Callable[[int], None] | None = None,
+        adapter: tuple[str, BlockHasher] | None = None,
         **sampling: Any,
     ) -> int:
-        """:param on_token: called with each token of the first branch."""
+        """
+        :param on_token: called with each token of the first branch.
+        :param adapter: the name of the request's LoRA adapter, and the hasher of its blocks.
+        """
         self._last_id += 1
         request_id = self._last_id
 
@@ -236,7 +240,8 @@ class EngineRig:
                 request_id=request_id,
                 tokens=list(tokens),
                 sampling=Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, **sampling),
-                hasher=self.hasher,
+                hasher=self.hasher if adapter is None else adapter[1],
+                adapter=None if adapter is None else adapter[0],
                 on_done=on_done,
                 arrived_at=time.monotonic(),
                 on_token=on_new_token,

@@ -18,14 +18,9 @@ from kvtier.system.memory import total_bytes
 _FEW_BLOCKS = 200
 
 
-def is_of_an_engine(config: Config) -> bool:
-    """Whether the file says whose blocks an engine has, which every engine needs."""
-    return config.tenant is not None or bool(config.gateway_tenants)
-
-
 def engine_findings(config: Config) -> Iterable[Finding]:
     """Looks at what kvtier's own engine, vLLM's and SGLang's plug-ins have in common."""
-    if not is_of_an_engine(config):
+    if not config.is_of_an_engine:
         return
     yield from errors_of(*engine_attempts(config, "cuda"))
     yield from _memory(config)

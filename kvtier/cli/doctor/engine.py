@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from kvtier.cli.configuration.engine_checks import is_of_an_engine
 from kvtier.cli.doctor.certificates import certificate_lines
 from kvtier.cli.doctor.clocks import pool_clock
 from kvtier.cli.doctor.disk import FolderSettings, folder_lines
@@ -25,7 +24,7 @@ _THERE = ("stored", "exists")
 
 def engine_looks(config: Config, file: Path | None) -> Iterable[Look]:
     """Looks for a file that says whose blocks an engine has. See `kvtier.cli.doctor.lines.Looks`."""
-    if not is_of_an_engine(config):
+    if not config.is_of_an_engine:
         return
     disk, pool = config.disk, config.pool
     if disk.directory is not None:

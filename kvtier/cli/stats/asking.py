@@ -63,11 +63,11 @@ def _configured(config: Config) -> list[str]:
     of a pool, and neither an engine's address nor a tenant that it would need, is a pool's alone, and the other way
     round."""
     pool_scheme = "https" if config.pool_service.tls_certificate is not None else "http"
-    is_engines = bool(config.tenant or config.gateway_tenants) or "listen" in config.engine.model_fields_set
+    is_engines = config.is_of_an_engine or "listen" in config.engine.model_fields_set
     is_pools = "pool_service" in config.model_fields_set
     places = []
     if is_engines or not is_pools:
-        places.append(("http", config.engine.listen))
+        places.append(("http" if config.engine.tls_certificate is None else "https", config.engine.listen))
     if is_pools or not is_engines:
         places.append((pool_scheme, config.pool_service.http_listen))
     return [metrics_url(f"{scheme}://{reachable(address)}") for scheme, address in places if not address.endswith(":0")]

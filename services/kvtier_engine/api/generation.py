@@ -1,4 +1,4 @@
-"""One request to the engine, from the event loop: submitted, read piece by piece, cancelled when nobody reads on."""
+"""Requests to the engine, from the event loop: submitted, read piece by piece, cancelled when nobody reads on."""
 
 import asyncio
 import dataclasses
@@ -10,6 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
+from kvtier.errors import KvtierError
 from kvtier_engine.api.http_requests import ApiError
 from kvtier_engine.scheduling.engine import Engine
 from kvtier_engine.scheduling.request import Completion, Logprobs, NewToken, Sampling
@@ -30,7 +31,9 @@ class Ask:
     spans: RequestSpans | None
     """None: the request is not traced."""
     tenant: str | None = None
-    """The tenant that the request names; None: none."""
+    """Whose cache it uses; None: nobody's is named."""
+    adapter: str | None = None
+    """The LoRA adapter that it is computed with; None: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +75,18 @@ class _Answer:
 
 
 class Generation:
-    """Event loop only. Close it, whatever happens: that ends the request if it is not over."""
+    """The answers to some prompts, each of which is a request to the engine. Their branches are numbered through.
+
+    Event loop only. Close it, whatever happens: that ends the requests that are not over.
+    """
 
     def __init__(
-        self, engine: Engine, http: HttpRequest, ask: Ask, texts: Sequence[AnswerText], *, read_along: bool
+        self, engine: Engine, http: HttpRequest, asks: Sequence[Ask], texts: Sequence[AnswerText], *, read_along: bool
     ) -> None:
-        """Submits the request.
+        """Submits the requests, all or none.
 
         :param http: its body must have been read.
-        :param texts: of each branch.
+        :param texts: of each branch of all of them.
         :param read_along: False reads all text at the end, which costs the engine nothing per token, and finds stop
             sequences only then.
         :raises KvtierError: what `Engine.submit` raises.
@@ -88,10 +94,15 @@ class Generation:
         self._engine, self._read_along = engine, read_along
         self._answers = [_Answer(text) for text in texts]
         self._feed = TokenFeed(asyncio.get_running_loop())
-        on_token = self._feed.put if read_along else None
-        self._request_id = engine.submit(
-            ask.tokens, ask.sampling, ask.arrived_at, self._feed.end, on_token, spans=ask.spans, tenant=ask.tenant
-        )
+        self._request_ids: list[int] = []
+        self._branches: list[tuple[int, int]] = []
+        """The request of each branch, and the branch's number within it."""
+        try:
+            for ask in asks:
+                self._submit(ask)
+        except KvtierError:
+            self._cancel_all()
+            raise
         self.num_open = len(texts)
         """Answers that have not ended."""
         self._gone = asyncio.create_task(_client_gone(http))
@@ -123,7 +134,35 @@ class Generation:
         self._gone.cancel()
         if self.num_open:
             self.num_open = 0
-            self._engine.cancel(self._request_id)
+            self._cancel_all()
+
+    def _submit(self, ask: Ask) -> None:
+        first, put, end = len(self._branches), self._feed.put, self._feed.end
+
+        def put_later(token: NewToken) -> None:
+            put(dataclasses.replace(token, branch=first + token.branch))
+
+        def end_later(done: Completion) -> None:
+            end(dataclasses.replace(done, branch=first + done.branch))
+
+        on_token = (put_later if first else put) if self._read_along else None
+        on_done = end_later if first else end
+        request_id = self._engine.submit(
+            ask.tokens,
+            ask.sampling,
+            ask.arrived_at,
+            on_done,
+            on_token,
+            spans=ask.spans,
+            tenant=ask.tenant,
+            adapter=ask.adapter,
+        )
+        self._request_ids.append(request_id)
+        self._branches += [(request_id, branch) for branch in range(ask.sampling.num_branches)]
+
+    def _cancel_all(self) -> None:
+        for request_id in self._request_ids:
+            self._engine.cancel(request_id)
 
     async def _piece(self, branch: int, tokens: list[NewToken], done: Completion | None) -> Piece:
         answer = self._answers[branch]
@@ -131,7 +170,8 @@ class Generation:
         if done is None:
             text = answer.feed(tokens)
             if answer.text.stopped and not had_stopped:
-                self._engine.cancel(self._request_id, "stop", branch)
+                request_id, of_request = self._branches[branch]
+                self._engine.cancel(request_id, "stop", of_request)
             return Piece(branch, text, answer.take_logprobs() if text else [], None)
         if self._read_along:
             text = answer.feed(tokens) + answer.text.finish()

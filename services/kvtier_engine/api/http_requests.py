@@ -10,13 +10,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from kvtier.protocol.openai import error_body, error_kind
+from kvtier_engine.api.requests import MOST_PROMPTS
 
 Body = TypeVar("Body", bound=BaseModel)
 
 _CLIENT_CLOSED = 499
 """nginx's status for a client that went away; nobody reads it."""
 _UNIONS = {
-    "prompt": "must be text or a list of token ids",
+    "prompt": f"must be text or a list of token ids, or a list of 1 to {MOST_PROMPTS} of either",
+    "tool_choice": 'must be "none", "auto", "required", or {"type": "function", "function": {"name": ...}}',
     "stop": "must be text or a list of at most 4 texts, each of 1 to 1024 characters",
 }
 """What parameters of several types are. Errors of such name the types' places too, which no client has heard of."""

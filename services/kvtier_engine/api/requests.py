@@ -5,13 +5,14 @@ silently of another kind than what was asked for. `null` is the same as leaving 
 requests may say `return_prompt_token_ids`, and `kv_transfer_params` as those to vLLM with kvtier.
 """
 
-import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from kvtier_engine.text.json_grammar import ANY_OBJECT
+from kvtier.text.tool_calls import CallStyle
+from kvtier_engine.api.conversation import Messages, NamedTool, Only, Tool, ToolChoice, Tools, conflict_of_tools
+from kvtier_engine.text.answer_grammar import ANY_OBJECT, HeldCalls, grammar_of_answers
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` of `/v1/completions`."""
@@ -19,6 +20,8 @@ _MOST_STOP_SEQUENCES = 4
 _LONGEST_STOP_SEQUENCE = 1024
 """Characters. What is held back while it may be the beginning of a stop sequence is no longer."""
 
+MOST_PROMPTS = 128
+"""Prompts of one request."""
 _MOST_ANSWERS = 128
 """OpenAI's limits, as those below."""
 _MOST_BIASES = 300
@@ -28,6 +31,8 @@ _MOST_TOP_OF_CHATS = 20
 TokenLimit = Annotated[int, Field(ge=1)]
 # Only the first error is told: without `fail_fast`, a long list of wrong items costs seconds of the event loop.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 NumAnswers = Annotated[int, Field(ge=1, le=_MOST_ANSWERS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -36,19 +41,6 @@ LogitBias = Annotated[
 ]
 StopSequence = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP_SEQUENCE)]
 StopSequences = Annotated[list[StopSequence], Field(max_length=_MOST_STOP_SEQUENCES)]
-
-
-class _Only:
-    """Accepts the values of a parameter that ask for nothing."""
-
-    def __init__(self, *neutral: Any) -> None:
-        self._neutral = neutral
-
-    def __call__(self, value: Any) -> Any:
-        if value is None or any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in self._neutral):
-            return value
-        known = " or ".join(map(json.dumps, self._neutral)) or "no value"
-        raise PydanticCustomError("unsupported", "this engine supports {known} only; leave it out", {"known": known})
 
 
 class StreamOptions(BaseModel):
@@ -83,7 +75,7 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchema | None = None
 
     @property
-    def schema_of_answers(self) -> dict[str, Any] | None:
+    def schema_of_answers(self) -> Mapping[str, Any] | None:
         """None: any text."""
         if self.type == "json_object":
             return ANY_OBJECT
@@ -97,9 +89,9 @@ class KvtierParams(BaseModel):
 
     tenant: str | None = None
     """Whose request it is: one of the tenants that this engine serves."""
-    no_store: Annotated[Any, AfterValidator(_Only(False))] = None
-    pin: Annotated[Any, AfterValidator(_Only(False))] = None
-    ttl_s: Annotated[Any, AfterValidator(_Only())] = None
+    no_store: Annotated[Any, AfterValidator(Only(False))] = None
+    pin: Annotated[Any, AfterValidator(Only(False))] = None
+    ttl_s: Annotated[Any, AfterValidator(Only())] = None
 
 
 class KvTransferParams(BaseModel):
@@ -165,11 +157,6 @@ class SamplingBody(BaseModel):
         return self.num_choices
 
     @property
-    def schema_of_answers(self) -> dict[str, Any] | None:
-        """The JSON schema that answers fit; None: they are any text."""
-        return None
-
-    @property
     def num_top(self) -> int | None:
         """How many of the likeliest tokens come with each token; None: no log probabilities at all."""
         return None
@@ -206,15 +193,23 @@ class SamplingBody(BaseModel):
 class CompletionBody(SamplingBody):
     """`POST /v1/completions`."""
 
-    prompt: str | TokenIds
-    """Text, or token ids."""
+    prompt: str | TokenIds | Texts | TokenIdLists
+    """Text, or token ids; or several of them, each of which is answered."""
 
     best_of: NumAnswers | None = None
     """So many answers are computed, of which the `n` likeliest per token are told."""
-    echo: Annotated[Any, AfterValidator(_Only(False))] = None
+    echo: Annotated[Any, AfterValidator(Only(False))] = None
     logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_OF_COMPLETIONS)] | None = None
     """So many of the likeliest tokens are told with each token."""
-    suffix: Annotated[Any, AfterValidator(_Only(""))] = None
+    suffix: Annotated[Any, AfterValidator(Only(""))] = None
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """All of them."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        several = [each for each in self.prompt if not isinstance(each, int)]
+        return several or [[each for each in self.prompt if isinstance(each, int)]]
 
     @property
     def num_branches(self) -> int:
@@ -232,35 +227,6 @@ class CompletionBody(SamplingBody):
         return SamplingBody.conflict(self)
 
 
-def _as_text(content: Any) -> Any:
-    """Parts that are all text as one text, with line breaks between them as in vLLM; anything else as it is."""
-    if not isinstance(content, list) or not content:
-        return content
-    for part in content:
-        if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
-            return content
-        if not isinstance(part["text"], str):
-            return content
-    return "\n".join(part["text"] for part in content)
-
-
-def _as_role(role: Any) -> Any:
-    """`developer`, which is OpenAI's newer name of it, as `system`."""
-    return "system" if role == "developer" else role
-
-
-class Message(BaseModel):
-    """One turn."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_as_role)]
-    content: Annotated[str, BeforeValidator(_as_text)]
-
-
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-
-
 class ChatBody(SamplingBody):
     """`POST /v1/chat/completions`."""
 
@@ -268,30 +234,55 @@ class ChatBody(SamplingBody):
     max_completion_tokens: TokenLimit | None = None
     """OpenAI's newer name of `max_tokens`; counts when both are given."""
 
-    parallel_tool_calls: Any = None
-    """Ignored: there are no tools."""
-
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_OF_CHATS)] | None = None
-    tools: Annotated[Any, AfterValidator(_Only([]))] = None
-    tool_choice: Annotated[Any, AfterValidator(_Only("none", "auto"))] = None
-    functions: Annotated[Any, AfterValidator(_Only([]))] = None
-    function_call: Annotated[Any, AfterValidator(_Only("none", "auto"))] = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    """Left out: `auto`, or `none` where there are no tools."""
+    parallel_tool_calls: bool | None = None
+    """False: an answer has one call at the most."""
+    functions: Annotated[Any, AfterValidator(Only([]))] = None
+    function_call: Annotated[Any, AfterValidator(Only("none", "auto"))] = None
     response_format: ResponseFormat | None = None
-    modalities: Annotated[Any, AfterValidator(_Only(["text"]))] = None
-    audio: Annotated[Any, AfterValidator(_Only())] = None
-    prediction: Annotated[Any, AfterValidator(_Only())] = None
-    reasoning_effort: Annotated[Any, AfterValidator(_Only("none"))] = None
-    verbosity: Annotated[Any, AfterValidator(_Only())] = None
-    web_search_options: Annotated[Any, AfterValidator(_Only())] = None
+    modalities: Annotated[Any, AfterValidator(Only(["text"]))] = None
+    audio: Annotated[Any, AfterValidator(Only())] = None
+    prediction: Annotated[Any, AfterValidator(Only())] = None
+    reasoning_effort: Annotated[Any, AfterValidator(Only("none"))] = None
+    verbosity: Annotated[Any, AfterValidator(Only())] = None
+    web_search_options: Annotated[Any, AfterValidator(Only())] = None
 
     @property
     def num_top(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def schema_of_answers(self) -> dict[str, Any] | None:
-        return None if self.response_format is None else self.response_format.schema_of_answers
+    def offered_tools(self) -> list[Tool]:
+        """What the model is told of: with `none`, nothing."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def most_calls(self) -> int | None:
+        """How many an answer may have; None: no bound."""
+        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool) else None
+
+    def grammar(self, style: CallStyle | None) -> str | None:
+        """The grammar of answers; None: they are any text, and whatever calls the model makes of it.
+
+        :param style: of calls; None: there are none.
+        """
+        schema = None if self.response_format is None else self.response_format.schema_of_answers
+        calls = None if style is None else self._held_calls(style, schema)
+        return None if schema is None and calls is None else grammar_of_answers(schema, calls)
+
+    def _held_calls(self, style: CallStyle, schema: Mapping[str, Any] | None) -> HeldCalls | None:
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        tools = [tool for tool in self.offered_tools if named in (None, tool.function.name)]
+        is_required = named is not None or self.tool_choice == "required"
+        if not tools or not (is_required or schema is not None or any(tool.function.strict for tool in tools)):
+            return None
+        parameters = {tool.function.name: tool.schema_of_arguments for tool in tools}
+        parallel = self.most_calls is None
+        return HeldCalls(style=style, parameters=parameters, required=is_required, parallel=parallel)
 
     def conflict(self) -> tuple[str, str] | None:
         if self.top_logprobs is not None and self.top_logprobs > 0 and not self.logprobs:
@@ -299,8 +290,13 @@ class ChatBody(SamplingBody):
         answers = self.response_format
         if answers is not None and (answers.type == "json_schema") != (answers.json_schema is not None):
             return "response_format.json_schema", 'needed with type "json_schema", and only then'
-        if self.use_beam_search and self.schema_of_answers is not None:
+        if self.use_beam_search and answers is not None and answers.type != "text":
             return "response_format", "not with use_beam_search; leave it out"
+        if self.use_beam_search and self.offered_tools:
+            return "tools", "not with use_beam_search; leave them out"
+        conflict = conflict_of_tools(self.tools or [], self.tool_choice)
+        if conflict is not None:
+            return conflict
         return SamplingBody.conflict(self)
 
 
@@ -309,5 +305,5 @@ class ResetBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    scope: Annotated[Any, AfterValidator(_Only("engine"))] = None
+    scope: Annotated[Any, AfterValidator(Only("engine"))] = None
     """What forgets: this engine's device and its own tiers. The cache pool is not an engine's to empty."""

@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
@@ -13,18 +14,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kvtier.clock import MONOTONIC
+from kvtier.clock import MONOTONIC, WALL
 from kvtier.errors import ClosedError, ConfigError, InvalidInputError, LimitExceededError
 from kvtier.system.tracing import tracing
 from kvtier_engine.api.answers import AnswerFormat
+from kvtier_engine.api.api_keys import ApiKeys
 from kvtier_engine.api.event_stream import EventStream
 from kvtier_engine.api.generation import Ask, Generation, Piece, stopping
 from kvtier_engine.api.http_requests import HANDLERS, ApiError, parse_body
 from kvtier_engine.api.request_ids import RequestIds
+from kvtier_engine.api.request_tenants import RequestTenants
 from kvtier_engine.api.requests import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, ResetBody, SamplingBody
+from kvtier_engine.api.tool_answers import ToolAnswer
 from kvtier_engine.scheduling.beam_search import BeamSettings
 from kvtier_engine.scheduling.engine import Engine
-from kvtier_engine.scheduling.request import Constraint, Sampling
+from kvtier_engine.scheduling.request import Completion, Constraint, Sampling
 from kvtier_engine.scheduling.request_spans import RequestSpans
 from kvtier_engine.text.answer_text import AnswerText
 from kvtier_engine.text.tokenizer import ChatTokenizer
@@ -37,8 +41,8 @@ _BODY_BYTES_BESIDES = 64 * 1024
 class Server:
     """The endpoints of one engine and one model. Handlers run in the event loop; tokenisation in a thread.
 
-    Nobody is asked who they are: whoever reaches the port may use the engine, and reset its cache. Only web pages may
-    not reset it: they reach the loopback address of whoever looks at them.
+    Without API keys nobody is asked who they are: whoever reaches the port may use the engine, and reset its cache.
+    Only web pages may not reset it: they reach the loopback address of whoever looks at them.
     """
 
     def __init__(
@@ -46,21 +50,22 @@ class Server:
         engine: Engine,
         tokenizer: ChatTokenizer,
         *,
-        model_name: str,
+        model_names: Sequence[str],
         eos_token_ids: tuple[int, ...],
         registry: CollectorRegistry,
-        tenant: str | None = None,
+        tenants: RequestTenants | None = None,
     ) -> None:
         """
         The engine stays the caller's, which starts and closes it.
 
+        :param model_names: the model's, and then those of its LoRA adapters, which requests name as the model.
         :param registry: what `/metrics` exports.
-        :param tenant: whose requests these are, for the log, and for traces that name tenants.
+        :param tenants: whose requests these are. None: of nobody who has a name.
         """
-        self._tenant = tenant
+        self._tenants = tenants or RequestTenants()
         self._engine, self._tokenizer, self._registry = engine, tokenizer, registry
-        self._model_name, self._eos_token_ids = model_name, eos_token_ids
-        self._grammars = tokenizer.json_grammars(engine.limits.vocab_size, eos_token_ids)
+        self._model_names, self._eos_token_ids = model_names, eos_token_ids
+        self._grammars = tokenizer.grammars(engine.limits.vocab_size, eos_token_ids)
         self._most_body_bytes = _BODY_BYTES_PER_TOKEN * engine.limits.max_total_tokens + _BODY_BYTES_BESIDES
 
     def app(self) -> ASGIApp:
@@ -78,37 +83,64 @@ class Server:
             exception_handlers=HANDLERS,
         )
         app.router.redirect_slashes = False  # a redirect is no answer of OpenAI's; clients that post do not follow it
-        return RequestIds(app, self._tenant)
+        keys = self._tenants.api_keys
+        return RequestIds(ApiKeys(app, keys, WALL) if keys else app, self._tenants.only)
 
     async def _completions(self, http: HttpRequest) -> Response:
         arrived_at, spans = MONOTONIC(), self._spans_of(http)
         body = await parse_body(http, CompletionBody, self._most_body_bytes)
         self._check(body)
-        if isinstance(body.prompt, str):
-            tokens = (await run_in_threadpool(self._tokenizer.encode, body.prompt)).tolist()
-        else:
-            tokens = body.prompt
+        tenant = self._tenants.of_request(http, body)
         sampling = await self._sampling(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS)
-        ask = Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at, spans=spans, tenant=body.tenant)
-        return await self._answer(http, body, ask)
+        asks = []
+        for index, prompt in enumerate(body.prompts):
+            tokens: Sequence[int] = (
+                (await run_in_threadpool(self._tokenizer.encode, prompt)).tolist()
+                if isinstance(prompt, str)
+                else prompt
+            )
+            spans = self._spans_of(http) if index else spans  # each is traced as a request of its own
+            asks.append(self._ask(body, tokens, sampling, arrived_at, spans, tenant))
+        return await self._answer(http, body, asks)
 
     async def _chat(self, http: HttpRequest) -> Response:
         arrived_at, spans = MONOTONIC(), self._spans_of(http)
         body = await parse_body(http, ChatBody, self._most_body_bytes)
         self._check(body)
-        messages = [message.model_dump() for message in body.messages]
+        tenant = self._tenants.of_request(http, body)
+        tools = [tool.model_dump(exclude_unset=True) for tool in body.offered_tools]
+        if tools and self._tokenizer.call_style is None:
+            raise ApiError(
+                400,
+                "tools: the model writes calls in a way that this engine does not read; leave them out, or serve a "
+                "model whose chat template has <tool_call>, or is Llama 3's",
+                param="tools",
+            )
+        messages = [message.for_template() for message in body.messages]
         try:
-            tokens = (await run_in_threadpool(self._tokenizer.encode_chat, messages)).tolist()
+            tokens = (await run_in_threadpool(self._tokenizer.encode_chat, messages, tools)).tolist()
         except InvalidInputError as error:
             raise ApiError(400, str(error), param="messages") from error
         room = max(1, self._engine.limits.max_total_tokens - len(tokens))
         sampling = await self._sampling(body, body.max_completion_tokens or body.max_tokens or room)
-        ask = Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at, spans=spans, tenant=body.tenant)
-        return await self._answer(http, body, ask)
+        return await self._answer(http, body, [self._ask(body, tokens, sampling, arrived_at, spans, tenant)])
+
+    def _ask(
+        self,
+        body: SamplingBody,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        arrived_at: float,
+        spans: RequestSpans | None,
+        tenant: str | None,
+    ) -> Ask:
+        adapter = body.model if body.model in self._model_names[1:] else None
+        return Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at, spans=spans, tenant=tenant, adapter=adapter)
 
     def _spans_of(self, http: HttpRequest) -> RequestSpans | None:
         """None: the request is not traced."""
-        return RequestSpans.begin(http.headers.get("traceparent"), self._tenant) if tracing.is_on else None
+        tenant = self._tenants.of_connection(http)
+        return RequestSpans.begin(http.headers.get("traceparent"), tenant) if tracing.is_on else None
 
     def _check(self, body: SamplingBody) -> None:
         """What can be refused before anything is tokenised."""
@@ -131,17 +163,19 @@ class Server:
             raise ApiError(400, ": ".join(conflict), param=conflict[0])
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._model_name):
-            message = f"there is no model {name!r} here, only {self._model_name!r}"
+        if name is not None and name not in self._model_names:
+            message = f"there is no model {name!r} here, only {', '.join(map(repr, self._model_names))}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def _constraint(self, schema: dict[str, Any] | None) -> Constraint | None:
-        if schema is None:
+    async def _constraint(self, body: SamplingBody) -> Constraint | None:
+        grammar = body.grammar(self._tokenizer.call_style) if isinstance(body, ChatBody) else None
+        if not isinstance(body, ChatBody) or grammar is None:
             return None
+        param = "tools" if body.response_format is None or body.response_format.type == "text" else "response_format"
         try:
-            return await run_in_threadpool(self._grammars.compile, schema)
+            return await run_in_threadpool(self._grammars.compile, grammar)
         except (ConfigError, InvalidInputError) as error:
-            raise ApiError(400, f"response_format: {error}", param="response_format") from error
+            raise ApiError(400, f"{param}: {error}", param=param) from error
 
     async def _sampling(self, body: SamplingBody, max_tokens: int) -> Sampling:
         return Sampling(
@@ -155,38 +189,52 @@ class Server:
             logit_bias=tuple((body.logit_bias or {}).items()),
             eos_token_ids=self._eos_token_ids,
             num_branches=body.num_branches,
-            constraint=await self._constraint(body.schema_of_answers),
+            constraint=await self._constraint(body),
             beams=_beams(body),
             num_top=body.num_top
             if body.num_top is not None or body.use_beam_search or body.num_branches == body.num_choices
             else 0,
         )
 
-    async def _answer(self, http: HttpRequest, body: ChatBody | CompletionBody, ask: Ask) -> Response:
+    async def _answer(self, http: HttpRequest, body: ChatBody | CompletionBody, asks: Sequence[Ask]) -> Response:
         answer = AnswerFormat(
             chat=isinstance(body, ChatBody),
             request_id=http.state.request_id,
-            model=self._model_name,
-            prompt_token_ids=ask.tokens if body.return_prompt_token_ids else None,
+            model=body.model or self._model_names[0],
+            prompts=[ask.tokens for ask in asks],
+            show_prompts=bool(body.return_prompt_token_ids),
             usage_chunk=body.wants_usage_chunk,
-            num_choices=body.num_choices,
+            num_choices=body.num_choices * len(asks),
             spelling=None if body.num_top is None else self._tokenizer,
+            tools=self._tool_answers(body),
         )
-        generation = self._generate(http, body, ask)
+        generation = self._generate(http, body, asks)
         if body.stream:
             return EventStream(generation, answer)
         answers = await _read_all(generation)
-        completions = [piece.done for piece in answers if piece.done is not None]
-        chosen = answers[: body.num_choices] if body.use_beam_search else _likeliest(answers, body.num_choices)
+        chosen: list[Piece] = []
+        completions: list[list[Completion]] = []
+        for first in range(0, len(answers), body.num_branches):
+            of_prompt = answers[first : first + body.num_branches]
+            completions.append([piece.done for piece in of_prompt if piece.done is not None])
+            best = of_prompt if body.use_beam_search else _likeliest(of_prompt, body.num_choices)
+            chosen += best[: body.num_choices]
         return JSONResponse(answer.whole(chosen, completions))
 
-    def _generate(self, http: HttpRequest, body: ChatBody | CompletionBody, ask: Ask) -> Generation:
+    def _tool_answers(self, body: ChatBody | CompletionBody) -> Callable[[], ToolAnswer] | None:
+        style = self._tokenizer.call_style
+        if not isinstance(body, ChatBody) or not body.offered_tools or style is None:
+            return None
+        return partial(ToolAnswer, style, body.most_calls)
+
+    def _generate(self, http: HttpRequest, body: ChatBody | CompletionBody, asks: Sequence[Ask]) -> Generation:
         stop = body.stop_sequences
-        texts = [AnswerText(self._tokenizer.detokenizer(), stop) for _ in range(ask.sampling.num_branches)]
+        num_branches = sum(ask.sampling.num_branches for ask in asks)
+        texts = [AnswerText(self._tokenizer.detokenizer(), stop) for _ in range(num_branches)]
         prompt = "messages" if isinstance(body, ChatBody) else "prompt"
         try:
             return Generation(
-                self._engine, http, ask, texts, read_along=bool(body.stream or stop) and not body.use_beam_search
+                self._engine, http, asks, texts, read_along=bool(body.stream or stop) and not body.use_beam_search
             )
         except LimitExceededError as error:
             raise ApiError(400, str(error), param=prompt, code="context_length_exceeded") from error
@@ -199,6 +247,8 @@ class Server:
         await parse_body(http, ResetBody, self._most_body_bytes)
         if "origin" in http.headers:  # browsers add it to every POST of a page, and no page can leave it out
             raise ApiError(403, "web pages may not reset the cache: send the request without an Origin header")
+        if self._tenants.have_keys_of_several:
+            raise ApiError(403, "this engine has several tenants, and none of them may reset the others' cache")
         done: Future[int | None] = Future()
         try:
             self._engine.reset_cache(done.set_result)
@@ -212,14 +262,11 @@ class Server:
         return JSONResponse({"object": "cache.reset", "scope": "engine", "forgotten_blocks": {"device": num_blocks}})
 
     async def _models(self, http: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [_model(name) for name in self._model_names]})
 
     async def _one_model(self, http: HttpRequest) -> Response:
         self._check_model(http.path_params["model"])
-        return JSONResponse(self._model())
-
-    def _model(self) -> dict[str, object]:
-        return {"id": self._model_name, "object": "model", "created": 0, "owned_by": "kvtier"}
+        return JSONResponse(_model(http.path_params["model"]))
 
     async def _health(self, http: HttpRequest) -> Response:
         healthy = self._engine.healthy
@@ -227,6 +274,10 @@ class Server:
 
     async def _metrics(self, http: HttpRequest) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _model(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "kvtier"}
 
 
 async def _read_all(generation: Generation) -> list[Piece]:

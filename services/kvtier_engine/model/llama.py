@@ -1,8 +1,8 @@
-"""The forward pass of a Llama, Qwen2 or Qwen3 model over paged KV."""
+"""The forward pass of a Llama, Qwen or Gemma model over paged KV."""
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from kvtier_engine.model.paged_kv import PagedKV
 from kvtier_engine.model.products import InvariantProducts, PlainProducts, Products
 from kvtier_engine.model.rope import RopeTable, rotate
 from kvtier_engine.model.weights import LayerWeights, LlamaWeights
-from kvtier_kernels import AttentionBatch, LayerAttention, find_shared_prefixes, step_attention
+from kvtier_kernels import AttentionBatch, LayerAttention, Scoring, find_shared_prefixes, step_attention
 from kvtier_kernels.attention.attention_cpu_trial import rows_are_alike
 
 
@@ -30,6 +30,8 @@ class Chunk:
     """Position of `token_ids[0]`: how many tokens of the sequence have KV in the blocks already."""
     block_table: Sequence[int]
     """Blocks of the sequence in order; enough for `start + len(token_ids)` tokens."""
+    adapter: str | None = None
+    """The name of the LoRA adapter that it is computed with: `AdaptedModel`. None: with none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Batch:
     """Writes and reads the sequences' KV."""
     last_rows: Tensor | None
     """int64 `[num_seqs]`: which tokens are the last of their sequences. None where each sequence has one token."""
+    attend_in_window: LayerAttention | None = None
+    """`attend` of windowed layers. None: there are none."""
 
 
 class LlamaModel:
@@ -55,17 +59,25 @@ class LlamaModel:
         :raises ConfigError: this machine's products of matrices cannot be made so.
         """
         self.batch_invariant = batch_invariant
+        if batch_invariant and config.is_gemma:
+            raise ConfigError("engine.batch_invariant: not with sliding windows and soft caps; set it to false")
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         if batch_invariant and not rows_are_alike(*heads, weights.embedding.dtype):
             raise ConfigError(
                 "engine.batch_invariant: in this machine's attention a query's last bits depend on how many there are; "
                 "set it to false"
             )
-        self._products: Products = InvariantProducts(weights) if batch_invariant else PlainProducts()
+        plain = PlainProducts(gelu=config.is_gemma)
+        self._products: Products = InvariantProducts(weights) if batch_invariant else plain
         self._config = config
         self._weights = weights
         with torch.device(weights.embedding.device):  # what it allocates, it allocates there
             self._rope = RopeTable(config, weights.embedding.dtype)
+            theta = config.windowed_rope_theta
+            self._windowed_rope = self._rope if theta is None else RopeTable(config, weights.embedding.dtype, theta)
+        self._is_windowed = config.windowed_layers or (False,) * config.num_hidden_layers
+        self.has_windows = any(self._is_windowed)
+        """Whether some layers see the last tokens only."""
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], kv: PagedKV) -> Tensor:
@@ -84,7 +96,8 @@ class LlamaModel:
     @property
     def scale(self) -> float:
         """The factor on the scores of attention."""
-        return float(self._config.head_dim**-0.5)
+        scale = self._config.attention_scale
+        return float(self._config.head_dim**-0.5) if scale is None else scale
 
     @property
     def num_heads(self) -> int:
@@ -98,16 +111,27 @@ class LlamaModel:
         alone.
         """
         weights, config = self._weights, self._config
-        cos, sin = self._rope.at(batch.positions)
+        everywhere = (*self._rope.at(batch.positions), batch.attend)
+        in_window = everywhere
+        if batch.attend_in_window is not None:
+            in_window = (*self._windowed_rope.at(batch.positions), batch.attend_in_window)
         hidden = F.embedding(batch.token_ids, weights.embedding)
+        if config.is_gemma:
+            hidden *= torch.tensor(config.hidden_size**0.5, dtype=hidden.dtype)
         for index, layer in enumerate(weights.layers):
+            cos, sin, attend = in_window if self._is_windowed[index] else everywhere
             normed = _rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-            hidden += self._attention(layer, normed, cos, sin, kv.layer(index), batch.attend)
-            normed = _rms_norm(hidden, layer.post_attention_norm, config.rms_norm_eps)
-            hidden += self._products.gated(normed, layer.gate_up, layer.down)
+            attended = self._attention(layer, normed, cos, sin, kv.layer(index), attend)
+            hidden += self._normed(attended, layer.attention_output_norm)
+            normed = _rms_norm(hidden, layer.pre_mlp_norm, config.rms_norm_eps)
+            hidden += self._normed(self._products.gated(normed, layer.gate_up, layer.down), layer.mlp_output_norm)
         last = hidden if batch.last_rows is None else hidden[batch.last_rows]
         last = _rms_norm(last, weights.final_norm, config.rms_norm_eps)
-        return self._products.linear(last, weights.lm_head).float()
+        logits, cap = self._products.linear(last, weights.lm_head).float(), config.final_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _normed(self, added: Tensor, weight: Tensor | None) -> Tensor:
+        return added if weight is None else _rms_norm(added, weight, self._config.rms_norm_eps)
 
     def _attention(
         self, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, attend: LayerAttention
@@ -146,23 +170,28 @@ class LlamaModel:
 
         query_starts = there(np.array(starts))
         prefixes = find_shared_prefixes(tables_here, seq_lens, kv.layer(0), self.num_heads) if decodes else None
+        places = there(block_ids), there(positions % tokens_per_block)
+        attention = AttentionBatch(
+            there(tables),
+            query_starts,
+            there(seq_lens.numpy()),
+            scale=self.scale,
+            scoring=Scoring(self._config.attention_soft_cap),
+            max_seq_len=int(seq_lens.max()),
+            num_keys=int(seq_lens.sum()),
+            prefixes=prefixes,
+            invariant=self.batch_invariant,
+        )
+        attend_in_window = None
+        if self.has_windows:
+            in_window = replace(attention, window=self._config.sliding_window, prefixes=None)
+            attend_in_window = step_attention(places, in_window)
         return Batch(
             token_ids=there(token_ids),
             positions=there(positions),
-            attend=step_attention(
-                (there(block_ids), there(positions % tokens_per_block)),
-                AttentionBatch(
-                    there(tables),
-                    query_starts,
-                    there(seq_lens.numpy()),
-                    scale=self.scale,
-                    max_seq_len=int(seq_lens.max()),
-                    num_keys=int(seq_lens.sum()),
-                    prefixes=prefixes,
-                    invariant=self.batch_invariant,
-                ),
-            ),
+            attend=step_attention(places, attention),
             last_rows=None if decodes else query_starts[1:] - 1,
+            attend_in_window=attend_in_window,
         )
 
 
@@ -171,4 +200,6 @@ def _rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = hidden.float()
     norms: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = norms.square_().div_(hidden.size(-1)).add_(eps).rsqrt_()
+    if weight.dtype == torch.float32:  # Gemma's order
+        return (wide * scale).mul_(weight).to(hidden.dtype)
     return (wide * scale).to(hidden.dtype).mul_(weight)

@@ -1,4 +1,4 @@
-"""What `config.json` says about a Llama, Qwen2 or Qwen3 model, checked."""
+"""What `config.json` says about a Llama, Qwen or Gemma model, checked."""
 
 import json
 from collections.abc import Mapping
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
+
+_WINDOWED = "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,16 +23,22 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How the attention of a `model_type` differs from Llama's."""
+    """How a `model_type` differs from Llama."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
+    is_gemma: bool = False
+    full_every: int = 1
+    """Every so many layers, one attends to all tokens, where `layer_types` does not say which."""
+    rope_theta: float = 10000.0
 
 
 _FAMILIES: Mapping[str, _Family] = {
     "llama": _Family(),
     "qwen2": _Family(qkv_bias=True),
     "qwen3": _Family(qk_norm=True),
+    "gemma2": _Family(is_gemma=True, full_every=2),
+    "gemma3_text": _Family(is_gemma=True, full_every=6, qk_norm=True, rope_theta=1e6),
 }
 
 
@@ -54,7 +62,21 @@ class ModelConfig:
     qkv_bias: bool = False
     """Query, key and value have a bias (Qwen2)."""
     qk_norm: bool = False
-    """Every head of query and key is normed before it is rotated (Qwen3)."""
+    """Every head of query and key is normed before it is rotated (Qwen3, Gemma 3)."""
+    is_gemma: bool = False
+    """Embeddings are multiplied by the root of their size, the MLP's gate is GELU, what attention and MLP give is
+    normed before it is added, and weights of norms count from 1."""
+    attention_scale: float | None = None
+    """The factor on the scores of attention; None: `head_dim ** -0.5`."""
+    attention_soft_cap: float | None = None
+    """Scores stay below it (Gemma 2), as logits do below the next one."""
+    final_soft_cap: float | None = None
+    sliding_window: int | None = None
+    """Queries of windowed layers see so many keys, their own and those right before."""
+    windowed_layers: tuple[bool, ...] = ()
+    """Which layers have the window; empty: none."""
+    windowed_rope_theta: float | None = None
+    """Of windowed layers, without any scaling; None: they are rotated as the others."""
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -83,12 +105,13 @@ def load_model_config(folder: Path) -> ModelConfig:
             head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
             max_position_embeddings=int(raw["max_position_embeddings"]),
             rms_norm_eps=float(raw["rms_norm_eps"]),
-            rope_theta=float(_rope(raw).get("rope_theta", raw.get("rope_theta", 10000.0))),
+            rope_theta=float(_rope(raw).get("rope_theta", raw.get("rope_theta", family.rope_theta))),
             rope_scaling=_rope_scaling(path, _rope(raw)),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", family.is_gemma)),
             eos_token_ids=_eos_token_ids(folder, raw),
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
+            **(_of_gemma(raw, family) if family.is_gemma else {}),
         )
     except KeyError as error:
         raise ConfigError(f"{path}: {error.args[0]!r} is missing; take the file from the model's publisher") from None
@@ -107,23 +130,48 @@ def _family(path: Path, raw: Mapping[str, Any]) -> _Family:
     family = _FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise ConfigError(f"{path}: model_type is {kind!r}; this engine computes {', '.join(_FAMILIES)}")
-    expected = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
+    expected: dict[str, object] = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
+    if family.is_gemma:  # the older `hidden_act` of its configs is not what it computes
+        expected = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
     if not family.qkv_bias:  # Qwen2 has its bias without saying so; that of the others is on the output too
         expected["attention_bias"] = False
     for key, want in expected.items():
-        if raw.get(key, want) != want:
+        if raw.get(key) not in (None, want):
             raise ConfigError(f"{path}: {key} is {raw[key]!r}; this engine computes {kind} with {key} = {want!r} only")
     layers = raw.get("layer_types")
-    others = sorted({str(layer) for layer in layers} - {"full_attention"}) if isinstance(layers, list) else []
+    known = {"full_attention", _WINDOWED} if family.is_gemma else {"full_attention"}
+    others = sorted({str(layer) for layer in layers} - known) if isinstance(layers, list) else []
     if others:
-        raise ConfigError(f"{path}: layer_types has {', '.join(others)}; this engine computes 'full_attention' only")
+        only = " and ".join(map(repr, sorted(known)))
+        raise ConfigError(f"{path}: layer_types has {', '.join(others)}; this engine computes {only} only")
     return family
+
+
+def _of_gemma(raw: Mapping[str, Any], family: _Family) -> dict[str, Any]:
+    """The values of a Gemma."""
+    num_layers = int(raw["num_hidden_layers"])
+    every = int(raw.get("sliding_window_pattern") or family.full_every)
+    kinds = raw.get("layer_types") or [_WINDOWED if (index + 1) % every else "" for index in range(num_layers)]
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {num_layers} layers")
+    windowed = (raw.get("rope_parameters") or {}).get(_WINDOWED, {})
+    local_theta = float(windowed.get("rope_theta", raw.get("rope_local_base_freq", 10000.0)))
+    return {
+        "is_gemma": True,
+        "attention_scale": float(raw["query_pre_attn_scalar"]) ** -0.5,
+        "attention_soft_cap": raw.get("attn_logit_softcapping"),
+        "final_soft_cap": raw.get("final_logit_softcapping"),
+        "sliding_window": int(raw["sliding_window"]),
+        "windowed_layers": tuple(kind == _WINDOWED for kind in kinds),
+        "windowed_rope_theta": local_theta if family.qk_norm else None,
+    }
 
 
 def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Newer configs hold everything about rope in `rope_parameters`, older ones the scaling in `rope_scaling`."""
     rope: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    return rope
+    of_full: Mapping[str, Any] = rope.get("full_attention", rope)  # by the kind of layer, where kinds differ
+    return of_full
 
 
 def _rope_scaling(path: Path, rope: Mapping[str, Any]) -> RopeScaling | None:

@@ -93,11 +93,25 @@ def _block_shape(config: ModelConfig, tokens_per_block: int) -> tuple[int, ...]:
     return (config.num_hidden_layers, 2, tokens_per_block, config.num_key_value_heads, config.head_dim)
 
 
+_OF_GEMMA = (
+    "is_gemma",
+    "attention_scale",
+    "attention_soft_cap",
+    "final_soft_cap",
+    "sliding_window",
+    "windowed_layers",
+    "windowed_rope_theta",
+)
+"""What `ModelConfig` has for Gemma alone."""
+
+
 def _model_digest(config: ModelConfig, weights_digest: bytes) -> bytes:
     """The digest of the weights and of their use: an edited rope or epsilon gives other KV from the same weights."""
     arithmetic = asdict(config)
     for beside in ("eos_token_ids", "max_position_embeddings"):
         del arithmetic[beside]
+    for name in _OF_GEMMA if not config.is_gemma else ():  # models of before keep their digests
+        del arithmetic[name]
     packed = json.dumps(arithmetic, sort_keys=True).encode()
     return hashlib.sha256(b"kvtier.model.v1" + weights_digest + packed).digest()
 

@@ -26,19 +26,24 @@ class Products(Protocol):
         ...
 
     def gated(self, rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """The product with `down` of silu(gate) times up; fresh `[num_tokens, hidden]`, contiguous."""
+        """The product with `down` of the opened gate times up; fresh `[num_tokens, hidden]`, contiguous."""
         ...
 
 
 class PlainProducts:
     """Torch's own: the last bits depend on the number of tokens."""
 
+    def __init__(self, *, gelu: bool = False) -> None:
+        """:param gelu: the gate is GELU, by its approximation with tanh, in place of SiLU."""
+        self._gelu = gelu
+
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(rows, weight, bias)
 
     def gated(self, rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate).mul_(up), down)
+        opened = F.gelu(gate, approximate="tanh") if self._gelu else F.silu(gate)
+        return F.linear(opened.mul_(up), down)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -11,8 +11,9 @@ from kvtier_engine.model.model_config import ModelConfig, RopeScaling
 class RopeTable:
     """Cosines and sines of all positions. Immutable; `max_position_embeddings * head_dim * 2` elements."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        frequencies = _frequencies(config)
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, theta: float | None = None) -> None:
+        """:param theta: in place of the configuration's, and without its scaling."""
+        frequencies = _frequencies(config) if theta is None else _plain_frequencies(config, theta)
         angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float32), frequencies)
         cos, sin = angles.cos(), angles.sin()
         self._cos = torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1)
@@ -31,9 +32,13 @@ def rotate(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (rows * cos).addcmul_(swapped, sin)
 
 
-def _frequencies(config: ModelConfig) -> Tensor:
+def _plain_frequencies(config: ModelConfig, theta: float) -> Tensor:
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
+    return 1.0 / theta**exponents
+
+
+def _frequencies(config: ModelConfig) -> Tensor:
+    frequencies = _plain_frequencies(config, config.rope_theta)
     return frequencies if config.rope_scaling is None else _stretch(frequencies, config.rope_scaling)
 
 

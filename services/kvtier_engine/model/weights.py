@@ -17,13 +17,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Projections are `[out, in]`; those that read the same input are fused."""
+    """One decoder layer. Projections are `[out, in]`; those that read the same input are fused.
+
+    Weights of norms are of the model's dtype, but those of Gemma float32: they are multiplied with before rounding.
+    """
 
     input_norm: Tensor
     qkv: Tensor
     """`[(heads + 2 * kv_heads) * head_dim, hidden]`: query, then key, then value."""
     attention_output: Tensor
-    post_attention_norm: Tensor
+    pre_mlp_norm: Tensor
     gate_up: Tensor
     """`[2 * intermediate, hidden]`: gate, then up."""
     down: Tensor
@@ -31,6 +34,9 @@ class LayerWeights:
     """`[(heads + 2 * kv_heads) * head_dim]`, Qwen2's."""
     qk_norm: Tensor | None = None
     """`[heads + kv_heads, head_dim]`, Qwen3's: the weight of the norm over each head of query and key."""
+    attention_output_norm: Tensor | None = None
+    """Gemma's, as the next one: of what is added after attention, and after the MLP."""
+    mlp_output_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ def load_weights(files: Sequence[Path], config: ModelConfig, dtype: torch.dtype)
         return LlamaWeights(
             embedding=embedding,
             layers=tuple(_read_layer(reader, config, i) for i in range(config.num_hidden_layers)),
-            final_norm=reader.read("model.norm.weight", hidden),
+            final_norm=_read_norm(reader, config, "model.norm", hidden),
             lm_head=embedding if config.tie_word_embeddings else reader.read("lm_head.weight", vocab, hidden),
         )
 
@@ -71,20 +77,33 @@ def _read_layer(reader: "_TensorReader", config: ModelConfig, index: int) -> Lay
         qkv_bias = torch.cat([read(f"{attention}{name}_proj.bias", n) for name, n in rows.items()])
     if config.qk_norm:
         norms = [
-            read(f"{attention}{name}_norm.weight", head_dim).expand(n, -1)
+            _read_norm(reader, config, f"{attention}{name}_norm", head_dim).expand(n, -1)
             for name, n in (("q", heads), ("k", kv_heads))
         ]
         qk_norm = torch.cat(norms)
+    norms_of_layer = {
+        "input_norm": "input_layernorm",
+        "pre_mlp_norm": "pre_feedforward_layernorm" if config.is_gemma else "post_attention_layernorm",
+    }
+    if config.is_gemma:
+        norms_of_layer |= {
+            "attention_output_norm": "post_attention_layernorm",
+            "mlp_output_norm": "post_feedforward_layernorm",
+        }
     return LayerWeights(
-        input_norm=read(base + "input_layernorm.weight", hidden),
         qkv=torch.cat([read(f"{attention}{name}_proj.weight", n, hidden) for name, n in rows.items()]),
         attention_output=read(attention + "o_proj.weight", hidden, heads * head_dim),
-        post_attention_norm=read(base + "post_attention_layernorm.weight", hidden),
         gate_up=torch.cat([read(f"{mlp}{name}_proj.weight", wide, hidden) for name in ("gate", "up")]),
         down=read(mlp + "down_proj.weight", hidden, wide),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
+        **{norm: _read_norm(reader, config, base + name, hidden) for norm, name in norms_of_layer.items()},
     )
+
+
+def _read_norm(reader: "_TensorReader", config: ModelConfig, name: str, size: int) -> Tensor:
+    weight = reader.read(f"{name}.weight", size)
+    return weight.float() + 1 if config.is_gemma else weight
 
 
 class _TensorReader:

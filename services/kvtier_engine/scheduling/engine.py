@@ -76,19 +76,29 @@ class Engine:
         limits: EngineLimits,
         *,
         hasher: BlockHasher | None,
-        of_tenants: Mapping[str, BlockHasher | None] | None = None,
+        hashers: Mapping[str, BlockHasher | None] | None = None,
+        adapters: Mapping[str, bytes] | None = None,
         hierarchy: Hierarchy | None = None,
     ) -> None:
         """
         :param scheduler: it and `hierarchy` are for the engine's thread alone.
         :param hasher: of the tenant whose cache requests use that name none; None computes their prompts from scratch,
             and nobody finds what they computed.
-        :param of_tenants: those of the tenants that requests may name; None as above.
+        :param hashers: those of the tenants that requests may name; None as above.
+        :param adapters: the digests of the LoRA adapters that requests may name, by name.
         :param hierarchy: what the scheduler uses; stays the caller's, who closes it after the engine.
         """
         self.limits = limits
-        self._scheduler, self._hierarchy, self._hasher = scheduler, hierarchy, hasher
-        self._of_tenants = of_tenants or {}
+        self._scheduler, self._hierarchy = scheduler, hierarchy
+        of_tenants: dict[str | None, BlockHasher | None] = {None: hasher}
+        for tenant, each in (hashers or {}).items():
+            of_tenants[tenant] = each
+        self._hashers: dict[tuple[str | None, str | None], BlockHasher | None] = {
+            (name, None): known for name, known in of_tenants.items()
+        }
+        for adapter, digest in (adapters or {}).items():
+            for name, known in of_tenants.items():
+                self._hashers[name, adapter] = None if known is None else known.with_adapter(digest)
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
@@ -104,7 +114,7 @@ class Engine:
 
     def serves(self, tenant: str | None) -> bool:
         """Whether requests may name this tenant; None: whether they may name none, which they always may."""
-        return tenant is None or tenant in self._of_tenants
+        return (tenant, None) in self._hashers
 
     @property
     def max_branches(self) -> int:
@@ -125,6 +135,7 @@ class Engine:
         on_token: TokenCallback | None = None,
         spans: RequestSpans | None = None,
         tenant: str | None = None,
+        adapter: str | None = None,
     ) -> int:
         """Queues a request; returns its id for `cancel`. Does not block.
 
@@ -134,6 +145,7 @@ class Engine:
         :param on_token: called before that with each new token; None is the cheapest.
         :param spans: of the request, the engine's from now on unless this method raises; None: it is not traced.
         :param tenant: the one whose cache the request uses, among those that it may name; None: it names none.
+        :param adapter: the LoRA adapter that the request is computed with; None: none.
         :raises LimitExceededError: more tokens than one request may have.
         :raises InvalidInputError: no token, or one that the model does not have; more branches than may run.
         :raises ClosedError: the engine is stopping or has failed.
@@ -145,11 +157,12 @@ class Engine:
             request_id=next(self._ids),
             tokens=list(tokens),
             sampling=sampling,
-            hasher=self._hasher if tenant is None else self._of_tenants[tenant],
+            hasher=self._hashers[tenant, adapter],
             on_done=on_done,
             arrived_at=arrived_at,
             on_token=on_token,
             spans=spans,
+            adapter=adapter,
         )
         self._send(request)
         return request.request_id

@@ -193,6 +193,8 @@ class Request:
     """None: the request is not traced."""
     log_id: str = field(default_factory=current_request_id)
     """The request's id as lines of the log have it, from the thread that submits the request."""
+    adapter: str | None = None
+    """The LoRA adapter that it is computed with, which `hasher` knows by its digest. None: none."""
     branch: int = 0
     num_prompt_tokens: int = 0
     stage: Stage = Stage.WAITING
@@ -246,6 +248,7 @@ class Request:
             on_token=self.on_token,
             spans=self.spans,
             log_id=self.log_id,
+            adapter=self.adapter,
             branch=branch,
             stage=self.stage,
             keys=list(self.keys),

@@ -251,7 +251,12 @@ class Scheduler:
         """Returns the requests for which a token was sampled: then the host has waited until the device had computed
         the step."""
         chunks = [
-            Chunk(request.tokens[request.num_computed :][:num_tokens], request.num_computed, request.block_ids)
+            Chunk(
+                request.tokens[request.num_computed :][:num_tokens],
+                request.num_computed,
+                request.block_ids,
+                request.adapter,
+            )
             for request, num_tokens in plan
         ]
         logits = self._model.forward(chunks, self._kv)

@@ -1,4 +1,4 @@
-"""Text to tokens and back, and the chat template."""
+"""Text to tokens and back."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tokenizers import decoders
 
 from kvtier.text.prompts import PromptTokenizer
+from kvtier.text.tool_calls import CallStyle
 from kvtier_engine.text.detokenizer import (
     ByteLevelDetokenizer,
     Detokenizer,
@@ -17,7 +18,7 @@ from kvtier_engine.text.detokenizer import (
     WindowDetokenizer,
     special_tokens,
 )
-from kvtier_engine.text.json_grammar import JsonGrammars
+from kvtier_engine.text.grammars import Grammars
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 """How vocabularies of SentencePiece write bytes; a space they write as U+2581."""
@@ -34,22 +35,34 @@ class ChatTokenizer:
         self._token_bytes = TokenBytes(self._tokenizer) if byte_level else None
         self._special = special_tokens(self._tokenizer)
 
+    @property
+    def call_style(self) -> CallStyle | None:
+        """How the model writes calls of tools. None: in a way that is not known here."""
+        return self._prompts.template.call_style
+
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Token ids of a plain prompt, with the model's own leading tokens (BOS) where it has some."""
         return self._prompts.encode(text)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.int32]:
-        """Token ids of a conversation. Raises as `PromptTokenizer.chat_text`."""
-        return self._prompts.encode(self._prompts.chat_text(messages), add_special_tokens=False)
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> npt.NDArray[np.int32]:
+        """Token ids of a conversation. Raises as `ChatTemplate.render`.
+
+        :param messages: OpenAI's, each with `role` and `content`; arguments of calls are objects here.
+        :param tools: OpenAI's.
+        """
+        text = self._prompts.template.render(messages, tools or None)
+        return self._prompts.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of an answer, special tokens left out: what `detokenizer` makes of one token after the other."""
         detokenizer = self.detokenizer()
         return "".join(map(detokenizer.feed, token_ids)) + detokenizer.finish()
 
-    def json_grammars(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> JsonGrammars:
+    def grammars(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
         """Grammars of answers of a model with so many tokens."""
-        return JsonGrammars(self._tokenizer.to_str(), vocab_size, eos_token_ids)
+        return Grammars(self._tokenizer.to_str(), vocab_size, eos_token_ids)
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is no text, as the one that ends an answer."""

@@ -74,7 +74,7 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
             input_norm=ones,
             qkv=random((heads + 2 * kv_heads) * head_dim, hidden),
             attention_output=random(hidden, heads * head_dim),
-            post_attention_norm=ones,
+            pre_mlp_norm=ones,
             gate_up=random(2 * wide, hidden),
             down=random(hidden, wide),
         )

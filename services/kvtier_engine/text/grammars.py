@@ -1,8 +1,7 @@
-"""Answers that are JSON: which tokens may come next, by llguidance, an optional dependency."""
+"""Answers that are held to a grammar: which tokens may come next, by llguidance, an optional dependency."""
 
-import json
+import re
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,19 +10,19 @@ from torch import Tensor
 
 from kvtier.errors import ConfigError, InvalidInputError
 
-ANY_OBJECT = {"type": "object"}
-"""The schema of `json_object`."""
+_PLACE = re.compile(r"^at \d+\(\d+\): ")
+"""Where in the grammar an error is, which nobody but us has seen."""
 
 
-class JsonAnswer:
+class HeldAnswer:
     """How far one answer has come in its grammar. For one thread at a time."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
 
-    def copy(self) -> "JsonAnswer":
+    def copy(self) -> "HeldAnswer":
         """One that goes on by itself."""
-        return JsonAnswer(self._matcher.deep_copy(), self._vocab_size)
+        return HeldAnswer(self._matcher.deep_copy(), self._vocab_size)
 
     def allowed(self) -> Tensor:
         """bool `[vocab_size]` on CPU: tokens that may come next; what ends an answer is one where it is complete."""
@@ -35,8 +34,8 @@ class JsonAnswer:
         self._matcher.consume_token(token_id)
 
 
-class JsonGrammars:
-    """Makes grammars of JSON schemas for one tokenizer. Any thread; the first one takes about a second."""
+class Grammars:
+    """Compiles grammars for one tokenizer. Any thread; the first one takes about a second."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """
@@ -47,10 +46,10 @@ class JsonGrammars:
         self._lock = threading.Lock()
         self._tokenizer: Any = None  # guarded by _lock; llguidance's, once somebody wants it
 
-    def compile(self, schema: Mapping[str, Any]) -> JsonAnswer:
-        """The beginning of an answer that fits `schema`.
+    def compile(self, grammar: str) -> HeldAnswer:
+        """The beginning of an answer of `grammar`, in llguidance's dialect of Lark, such as `grammar_of_answers` makes.
 
-        :raises InvalidInputError: it is no JSON schema, or one of which llguidance does not know a part.
+        :raises InvalidInputError: it has a part that is no JSON schema, or of which llguidance does not know a part.
         :raises ConfigError: llguidance is not installed.
         """
         try:
@@ -59,12 +58,11 @@ class JsonGrammars:
             raise ConfigError(
                 "this engine runs without llguidance: in a checkout of kvtier, pip install '.[json]'"
             ) from error
-        matcher_of = llguidance.LLMatcher
         with self._lock:
             if self._tokenizer is None:
                 ends = list(self._eos_token_ids) or None
                 self._tokenizer = llguidance.LLTokenizer(self._tokenizer_json, self._vocab_size, ends)
-        matcher = matcher_of(self._tokenizer, matcher_of.grammar_from_json_schema(json.dumps(schema)), log_level=0)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise InvalidInputError(matcher.get_error().partition("\n")[0])
-        return JsonAnswer(matcher, self._vocab_size)
+            raise InvalidInputError(_PLACE.sub("", matcher.get_error().partition("\n")[0]))
+        return HeldAnswer(matcher, self._vocab_size)

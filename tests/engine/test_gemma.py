@@ -1,0 +1,103 @@
+"""Gemma 2 and 3: sliding windows, soft caps and norms as in transformers, and the same tokens from the cache."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from engine_model_rig import small_folder
+from engine_rig import EngineRig
+from kvtier.errors import ConfigError
+from kvtier_engine.model.llama import Chunk, LlamaModel
+from kvtier_engine.model.model_folder import ModelFolder, open_model
+from kvtier_engine.model.paged_kv import allocate_kv
+from kvtier_engine.model.weights import load_weights
+
+WINDOW, LENGTH = 24, 100
+COMMON: dict[str, Any] = {
+    "sliding_window": WINDOW, "query_pre_attn_scalar": 24, "tie_word_embeddings": True, "bos_token_id": 0,
+    "eos_token_id": None, "pad_token_id": 0, "attn_implementation": "eager",
+}  # fmt: skip
+GEMMAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma 2": ("Gemma2", {"num_hidden_layers": 3, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}),
+    "Gemma 3": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            },
+        },
+    ),
+}
+Gemma = tuple[ModelFolder, Any]
+
+
+@pytest.fixture(scope="module", params=GEMMAS.values(), ids=GEMMAS.keys())
+def gemma(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Gemma:
+    family, changes = request.param
+    folder = tmp_path_factory.mktemp("gemma")
+    path, hf = small_folder(folder, family, **COMMON, **changes)
+    return open_model(path, folder), hf.eval()
+
+
+def model_of(folder: ModelFolder, dtype: torch.dtype = torch.float32) -> LlamaModel:
+    return LlamaModel(folder.config, load_weights(folder.weight_files, folder.config, dtype))
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(1, 320), k=length)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_logits_are_as_exact_as_transformers(gemma: Gemma, dtype: torch.dtype) -> None:
+    """Half of the prompt cached, ours are no farther from those in float64 than transformers' in the same dtype."""
+    folder, hf = gemma
+    ids, model, table = prompt_of(LENGTH), model_of(folder, dtype), [*range(1, 7), 0]
+    rounded, precise = copy.deepcopy(hf).to(dtype), copy.deepcopy(hf).to(dtype).double()
+    for each in (rounded, precise):  # not rounded by transformers either, when it loads a model in `dtype`
+        for mine, kept in zip(each.model.rotary_emb.buffers(), hf.model.rotary_emb.buffers(), strict=True):
+            mine.data = kept.data
+    with torch.inference_mode():
+        theirs, exact = (each(torch.tensor([ids])).logits[0, -1].double() for each in (rounded, precise))
+    kv = allocate_kv(folder.config, len(table), 16, dtype)
+    model.forward([Chunk(ids[:50], 0, table)], kv)
+    ours = model.forward([Chunk(ids[50:], 50, table)], kv)[0].double()
+    our_error, their_error = ((each - exact).square().mean().sqrt().item() for each in (ours, theirs))
+    print(f"{dtype}: rms error {our_error:.2e}, transformers {their_error:.2e}")
+    assert 0 < our_error <= 2 * their_error
+
+
+@pytest.mark.parametrize("tiers", [False, True], ids=["device", "host"])
+def test_tokens_are_those_of_transformers_cold_and_cached(gemma: Gemma, tiers: bool) -> None:
+    folder, hf = gemma
+    prompts = [prompt_of(LENGTH), prompt_of(70)[:61] + prompt_of(30, seed=2), prompt_of(20, seed=3)]
+    expected = []
+    for prompt in prompts:
+        with torch.inference_mode():
+            found = hf.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=WINDOW + 10)
+        expected.append(found[0, len(prompt) :].tolist())
+    model = model_of(folder)
+    cold = EngineRig(cache=False, tiers=False, model=model, config=folder.config, num_blocks=40)
+    warm = EngineRig(
+        tiers=tiers, model=model, config=folder.config, num_blocks=50, max_batch_tokens=37, cache_aware=True
+    )
+    for rig, rounds in ((cold, 1), (warm, 3)):
+        for _ in range(rounds):
+            requests = [rig.add(prompt, WINDOW + 10) for prompt in prompts]
+            rig.run()
+            assert [list(rig.done[request].token_ids) for request in requests] == expected
+    assert any(rig_done.cached_by_tier for rig_done in warm.done.values())
+    cold.close()
+    warm.close()
+
+
+def test_what_gemma_cannot_have_is_refused(gemma: Gemma) -> None:
+    folder, _ = gemma
+    weights = load_weights(folder.weight_files, folder.config, torch.float32)
+    with pytest.raises(ConfigError, match="sliding windows"):
+        LlamaModel(folder.config, weights, batch_invariant=True)
