@@ -83,8 +83,8 @@ class Config(Section):
         return names
 
     def key_tenants(self) -> list[str]:
-        """The tenants whose clients have API keys."""
-        return [name for name, tenant in self.tenants.items() if tenant.api_key_sha256]
+        """The tenants whose clients have API keys; none where a gateway names tenants, whose clients they are then."""
+        return [] if self.gateway_tenants else list(dict.fromkeys(table.tenant for table in self.api_keys.values()))
 
     @property
     def is_of_an_engine(self) -> bool:
@@ -98,9 +98,8 @@ class Config(Section):
                 "gateway_tenants",
                 "only kvtier's own engine and vLLM's KvtierConnector take tenants from requests; leave it out",
             )
-        if self.key_tenants():
-            key = f"tenants.{self.key_tenants()[0]}.api_key_sha256"
-            raise self._error(key, "only `kvtier engine` takes API keys; leave it out")
+        if self.tenant is None and self.key_tenants():
+            raise self._error("tenant", "missing; only `kvtier engine` knows tenants by [api_keys.*]")
         return self.engine_tenants()[0]
 
     def chain_secret(self, name: str) -> bytes:
@@ -213,20 +212,14 @@ class Config(Section):
         )
 
     def accepted_engine_keys(self) -> list[AcceptedToken]:
-        """Returns the API keys of `kvtier engine`, those that have expired included; no two have the same digest.
-        Without any, whoever reaches its port may use it.
-
-        Raises `ConfigError` where requests would have two ways to say whose they are.
-        """
-        tenants = self.key_tenants()
-        if tenants and self.gateway_tenants:
-            raise self._error(
-                "gateway_tenants", f"tenants.{tenants[0]}.api_key_sha256 says already whose requests are; leave one out"
-            )
+        """Returns the keys of the clients of `kvtier engine`, named by their tenants. Without any, whoever reaches its
+        port may use it; where a gateway names tenants there are none, for they are keys of the gateway's clients."""
+        if self.gateway_tenants:
+            return []
         return self._accepted(
-            (f"tenants.{name}.api_key_sha256", Role.TENANT, name, key)
-            for name in tenants
-            for key in self.tenants[name].api_key_sha256
+            (f"api_keys.{name}.key_sha256", Role.TENANT, table.tenant, token)
+            for name, table in self.api_keys.items()
+            for token in table.key_sha256
         )
 
     def _accepted(self, tokens: Iterable[tuple[str, Role, str, TokenConfig]]) -> list[AcceptedToken]:

@@ -119,10 +119,6 @@ class TenantConfig(Section):
     token_sha256: Tokens = Field(default=[])
     """Pool only: lower-case hex SHA-256 of each token that is accepted, as text or as `env:` / `file:`, or tables of
     `sha256` and `expires_at`. Read again when the file changes, and on SIGHUP."""
-    api_key_sha256: Tokens = Field(default=[])
-    """`kvtier engine` only: as `token_sha256`, of the API keys of this tenant's clients (`Authorization: Bearer KEY`).
-    Where any tenant has one, every request under `/v1` needs a key, which says whose it is: tenants share nothing of
-    the cache. Read at the engine's start."""
     certificate_names: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Pool only: DNS names and URIs, compared as they are. A client whose certificate has one of them among its subject
     alternative names needs no token. Needs `pool_service.tls_client_ca`. Read again as tokens are."""

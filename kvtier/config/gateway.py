@@ -57,14 +57,15 @@ def _as_table(value: object) -> object:
 
 
 class ApiKeyConfig(Section):
-    """An API key of clients of the gateway, or several with the same rights."""
+    """An API key of clients of the gateway, or several with the same rights; or of `kvtier engine`, where no gateway
+    names tenants: then every request under `/v1` needs one, and `tenant` and `key_sha256` are all that counts."""
 
     tenant: str
     """The tenant that requests with it are of."""
     key_sha256: Tokens = Field(default=[])
     """Lower-case hex SHA-256 of each key that is accepted, as text or as `env:` / `file:`, or tables of `sha256` and
-    `expires_at`; two while a key is replaced. Read again when the file changes, and on SIGHUP, as all of this
-    table."""
+    `expires_at`; two while a key is replaced. The gateway reads it again when the file changes, and on SIGHUP, as all
+    of this table; `kvtier engine` at its start."""
     max_requests_per_s: Annotated[float, Field(ge=0.01, le=1e6)] | None = None
     """Requests a second. As many may come at once after a quiet second. Beyond that they are answered with 429. Left
     out: no such bound."""

@@ -38,11 +38,11 @@ def digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def configured(pool: CachePool, *, head: str, red: str = "", blue: str = "", engine: str = "") -> str:
+def configured(pool: CachePool, *, head: str, keys: str = "", engine: str = "") -> str:
     engine_and_host = CONFIG[CONFIG.index("[engine]\n") + len("[engine]\n") :]
     return (
-        f'{head}\n[tenants.red]\nsecret = "env:RED_SECRET"\ntoken = "env:RED_TOKEN"\n{red}\n'
-        f'[tenants.blue]\nsecret = "env:BLUE_SECRET"\ntoken = "env:BLUE_TOKEN"\n{blue}\n'
+        f'{head}\n[tenants.red]\nsecret = "env:RED_SECRET"\ntoken = "env:RED_TOKEN"\n'
+        f'[tenants.blue]\nsecret = "env:BLUE_SECRET"\ntoken = "env:BLUE_TOKEN"\n{keys}\n'
         f'[pool]\naddress = "{pool.address}"\n[engine]\n{engine}\n{engine_and_host}'
     )
 
@@ -67,8 +67,14 @@ def test_keys_and_gateways_name_tenants_that_share_nothing(pool: CachePool, tmp_
         configured(
             pool,
             head="",
-            red=f'api_key_sha256 = ["{digest(KEYS["red"])}", {gone}]',
-            blue=f'api_key_sha256 = ["{digest(KEYS["blue"])}"]',
+            keys=f'''
+[api_keys.alice]
+tenant = "red"
+key_sha256 = ["{digest(KEYS["red"])}", {gone}]
+[api_keys.bob]
+tenant = "blue"
+key_sha256 = ["{digest(KEYS["blue"])}"]
+''',
             engine=f'tls_certificate = "{pair.certificate}"\ntls_key = "{pair.key}"',
         )
         .replace("{sha256", "{{sha256")
@@ -162,15 +168,18 @@ def _adapters_share_nothing_either(engine: EngineProcess, as_red: dict[str, Any]
     assert [model["id"] for model in engine.client.get("/v1/models").json()["data"]] == [plain["model"], "loud"]
 
 
-def test_two_ways_to_name_tenants_are_refused() -> None:
-    keyed: dict[str, object] = {"red": {"api_key_sha256": [digest(KEYS["red"])]}, "blue": {}}
-    both = parse_config({"gateway_tenants": ["blue"], "tenants": keyed}, source="k.toml", environ={})
-    with pytest.raises(ConfigError, match=r"gateway_tenants: tenants\.red\.api_key_sha256 says already whose"):
-        both.accepted_engine_keys()
-    config = parse_config({"tenants": keyed}, source="k.toml", environ={})
+def test_whose_requests_are_is_said_in_one_way() -> None:
+    keys: dict[str, object] = {"alice": {"tenant": "red", "key_sha256": [digest(KEYS["red"])]}}
+    tenants: dict[str, object] = {"red": {}, "blue": {}}
+    config = parse_config({"tenants": tenants, "api_keys": keys}, source="k.toml", environ={})
     assert config.engine_tenants() == ["red"]
-    with pytest.raises(ConfigError, match=r"tenants\.red\.api_key_sha256: only `kvtier engine` takes API keys"):
+    assert [key.name for key in config.accepted_engine_keys()] == ["red"]
+    with pytest.raises(ConfigError, match=r"tenant: missing; only `kvtier engine` knows tenants by \[api_keys\.\*\]"):
         config.only_tenant()
-    twice: dict[str, object] = {name: {"api_key_sha256": [digest(KEYS["red"])]} for name in ("red", "blue")}
-    with pytest.raises(ConfigError, match=r"tenants\.blue\.api_key_sha256: the same token as tenant 'red'"):
-        parse_config({"tenants": twice}, source="k.toml", environ={}).accepted_engine_keys()
+    behind = {"gateway_tenants": ["blue"], "tenants": tenants, "api_keys": keys}
+    config = parse_config(behind, source="k.toml", environ={})
+    assert (config.engine_tenants(), config.accepted_engine_keys()) == (["blue"], []), "they are the gateway's clients"
+    keys["bob"] = {"tenant": "blue", "key_sha256": [digest(KEYS["red"])]}
+    twice = parse_config({"tenants": tenants, "api_keys": keys}, source="k.toml", environ={})
+    with pytest.raises(ConfigError, match=r"api_keys\.bob\.key_sha256: the same .* 'red'"):
+        twice.accepted_engine_keys()
