@@ -36,7 +36,8 @@ class GatewayEngineConfig(Section):
     """`http://host:port` of one engine, or `dns+http://host:port` of as many as the name has addresses."""
     isolation: Literal["tenant", "cache_salt"] = "tenant"
     """How the engine is told whose a request is. `tenant`: by `kv_transfer_params.kvtier.tenant`, which engines with
-    kvtier take whose `gateway_tenants` names the tenant. `cache_salt`: by that field, for vLLM and SGLang without
+    kvtier take whose `gateway_tenants` names the tenant; one that does not show on its /metrics that it runs kvtier
+    gets no requests, unless `tenants` has a single name. `cache_salt`: by that field, for vLLM and SGLang without
     kvtier, whose own prefix caches it separates."""
     tenants: list[str] | None = None
     """The tenants whose requests it may get. Left out: all. With `cache_salt`, tenants share what is not their own

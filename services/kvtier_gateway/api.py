@@ -90,8 +90,8 @@ class Api:
         """200 while requests can be answered."""
         if self.is_stopping:
             return web.Response(status=503, text="stopping\n", headers=SERVER)
-        if not any(engine.is_up for engine in self._fleet.engines):
-            return web.Response(status=503, text="no engine is up\n", headers=SERVER)
+        if not any(engine.is_usable for engine in self._fleet.engines):
+            return web.Response(status=503, text="no engine can be used\n", headers=SERVER)
         return web.Response(text="ok\n", headers=SERVER)
 
     async def _answer_client(

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cache_pool import WAIT_S, until
@@ -122,6 +123,25 @@ def test_the_connection_that_is_cut_is_the_one_that_was_idle_for_longest(site: S
         assert third.recv(1) == b""
         first.sendall(request())
         assert read_answer(first).startswith(b"HTTP/1.1 200 ")
+
+
+def test_an_engine_that_does_not_keep_tenants_apart_gets_no_requests(site: Site) -> None:
+    gateway, page = site.gateway, site.engine.page
+    site.engine.page = "vllm:num_requests_running 0.0\nvllm:kvtier_tier_blocks 1.0\nkvtier_build_info 1.0\n"
+    until(lambda: gateway.engines()[site.engine.url]["fenced"], "the engine is fenced off")
+    assert site.answer().startswith(b"HTTP/1.1 503 ")
+    assert httpx.get(f"{gateway.status}/healthz").status_code == 503
+    assert gateway.metric("kvtier_gateway_engine_fenced") == 1
+    gateway.says(f"engine {site.engine.url} gets no requests: its /metrics does not show that kvtier runs there")
+    for fields in ('isolation = "cache_salt"', 'tenants = ["red"]'):
+        gateway_file(site.config, [f'{{url = "{site.engine.url}", {fields}}}'], SETTINGS)
+        gateway.service.process.send_signal(1)
+        until(lambda: not gateway.engines()[site.engine.url]["fenced"], fields)
+        assert site.answer().startswith(b"HTTP/1.1 200 ")
+    site.engine.page = page
+    gateway_file(site.config, [json.dumps(site.engine.url)], SETTINGS)
+    gateway.service.process.send_signal(1)
+    until(lambda: gateway.engines()[site.engine.url]["tenants"] is None, "the engine is as it was")
 
 
 def test_a_request_stays_of_the_tenant_whose_key_it_came_with(site: Site) -> None:
