@@ -143,8 +143,8 @@ class GatewayConfig(Section):
     """Seconds between two looks at each engine's /health and /metrics. Small costs engines time, large lets a dead
     engine be tried, and loads be old."""
     probe_timeout_s: Seconds = 5.0
-    """How long an engine may take to answer such a look. Below what an engine takes that is merely busy, it gets no
-    requests when it has most."""
+    """How long an engine may take to answer such a look, and a DNS to answer for `dns+`. Below what an engine takes
+    that is merely busy, it gets no requests when it has most."""
     probe_failures: Count = 3
     """Looks in a row that fail until an engine counts as hung: requests that wait for it go to another one, and
     streams that it has begun end with an error."""

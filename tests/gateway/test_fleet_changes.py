@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import ssl
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,18 @@ from kvtier_gateway.metrics import GatewayMetrics
 
 
 def test_every_address_of_a_name_is_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot be asked for keeps those from before, and holds up no change of the others."""
     addresses: list[str] = []
+    hangs: list[bool] = []
+    answers_again = threading.Event()
     real = socket.getaddrinfo
 
     def resolve(host: Any, port: Any, *rest: Any, **more: Any) -> Any:
         if host != "engines.example":
             return real(host, port, *rest, **more)
         if not addresses:
+            if hangs:
+                answers_again.wait(WAIT_S)
             raise socket.gaierror(socket.EAI_AGAIN, "the server does not answer")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in addresses]
 
@@ -56,6 +62,11 @@ def test_every_address_of_a_name_is_an_engine(monkeypatch: pytest.MonkeyPatch) -
             fleet.set(config.model_copy(update={"engines": [*config.engines, *_engines(other)]}))
             await until_named(*urls, other)
             assert [each.url for each in fleet.candidates("red", "tiny")] == urls[:1]
+            hangs.append(True)
+            more = _engines("http://127.0.0.3:2")
+            fleet.set(config.model_copy(update={"engines": [*config.engines, *more], "probe_timeout_s": 0.5}))
+            await until_named(*urls, more[0].url)
+            answers_again.set()
             fleet.set(config)
             addresses[:] = ["127.0.0.1"]
             await until_named(urls[0])

@@ -1,8 +1,10 @@
 """Clients and engines that speak HTTP as nobody should, and keys that change under a request."""
 
 import contextlib
+import hashlib
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,7 +143,55 @@ def test_an_engine_that_does_not_keep_tenants_apart_gets_no_requests(site: Site)
     site.engine.page = page
     gateway_file(site.config, [json.dumps(site.engine.url)], SETTINGS)
     gateway.service.process.send_signal(1)
-    until(lambda: gateway.engines()[site.engine.url]["tenants"] is None, "the engine is as it was")
+
+    def is_as_before() -> bool:
+        listed = gateway.engines()[site.engine.url]
+        return listed["tenants"] is None and not listed["fenced"]
+
+    until(is_as_before, "the engine gets requests of all tenants again")
+
+
+def test_a_stream_goes_on_while_its_engine_drains_and_leaves_and_its_key_is_taken_away(site: Site) -> None:
+    gateway, url, go_on = site.gateway, site.engine.url, threading.Semaphore(0)
+
+    def stream(played: PlayedRequest) -> None:
+        played.begin_stream()
+        for number in range(4):
+            assert go_on.acquire(timeout=WAIT_S)
+            played.send_piece(b"data: %d\n\n" % number)
+        played.send_piece(b"")
+
+    def changed(entry: str, keys: str = "") -> None:
+        gateway_file(site.config, [entry], SETTINGS, keys)
+        gateway.service.process.send_signal(1)
+
+    before, site.engine.answer = site.engine.answer, stream
+    with gateway.client("alice") as client:
+        go_on.release()
+        with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            pieces = answer.iter_raw()
+            assert next(pieces) == b"data: 0\n\n"
+            changed(f'{{url = "{url}", draining = true}}')
+            until(lambda: gateway.engines()[url]["draining"], "the engine drains")
+            assert gateway.ask("carol", prompt="x").status_code == 503
+            go_on.release()
+            assert next(pieces) == b"data: 1\n\n"
+            changed('"http://127.0.0.3:1"')
+            until(lambda: url not in gateway.engines(), "the engine is not named any more")
+            go_on.release()
+            assert next(pieces) == b"data: 2\n\n"
+            site.config.write_text(site.config.read_text().replace(digest("alice"), digest("nobody")))
+            gateway.service.process.send_signal(1)
+            until(lambda: gateway.ask("alice", prompt="x").status_code == 401, "alice's key is taken away")
+            go_on.release()
+            assert b"".join(pieces) == b"data: 3\n\n"
+    site.engine.answer = before
+    changed(json.dumps(url))
+    gateway.until_up(url)
+
+
+def digest(name: str) -> str:
+    return hashlib.sha256(KEYS.get(name, name).encode()).hexdigest()
 
 
 def test_a_request_stays_of_the_tenant_whose_key_it_came_with(site: Site) -> None:

@@ -111,8 +111,9 @@ class Fleet:
         """Makes the list of engines what configuration and DNS say now."""
         config = self._config
         found: dict[str, tuple[_Named, GatewayEngineConfig]] = {}
-        for table in config.engines:
-            for named in await self._addresses(table):
+        addresses = await asyncio.gather(*(self._addresses(table) for table in config.engines))
+        for table, of_table in zip(config.engines, addresses, strict=True):
+            for named in of_table:
                 found.setdefault(named.url, (named, table))
         known = {engine.url: engine for engine in self.engines}
         for url, engine in known.items():
@@ -138,11 +139,13 @@ class Fleet:
         parts = urlsplit(table.url.removeprefix(DNS_PREFIX))
         assert parts.hostname is not None
         try:
-            answers = await asyncio.get_running_loop().getaddrinfo(
-                parts.hostname, parts.port, type=socket.SOCK_STREAM, family=socket.AF_UNSPEC
-            )
+            async with asyncio.timeout(self._config.probe_timeout_s):
+                answers = await asyncio.get_running_loop().getaddrinfo(
+                    parts.hostname, parts.port, type=socket.SOCK_STREAM, family=socket.AF_UNSPEC
+                )
         except (OSError, UnicodeError) as error:  # the latter for names that no DNS could have
-            _log.warning("%s: its addresses cannot be asked for: %s; those from before stay", table.url, error)
+            reason = "no answer in time" if isinstance(error, TimeoutError) else error
+            _log.warning("%s: its addresses cannot be asked for: %s; those from before stay", table.url, reason)
             return [_Named(engine.url, engine.server_name) for engine in self.engines if engine.config.url == table.url]
         hosts = dict.fromkeys(str(address[0]) for *_, address in answers)
         urls = (f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}" for host in hosts)
