@@ -36,7 +36,8 @@ class GatewayEngineConfig(Section):
     """`http://host:port` of one engine, or `dns+http://host:port` of as many as the name has addresses."""
     isolation: Literal["tenant", "cache_salt"] = "tenant"
     """How the engine is told whose a request is. `tenant`: by `kv_transfer_params.kvtier.tenant`, which engines with
-    kvtier take whose `gateway_tenants` names the tenant. `cache_salt`: by that field, for vLLM and SGLang without
+    kvtier take whose `gateway_tenants` names the tenant; one that does not show on its /metrics that it runs kvtier
+    gets no requests, unless `tenants` has a single name. `cache_salt`: by that field, for vLLM and SGLang without
     kvtier, whose own prefix caches it separates."""
     tenants: list[str] | None = None
     """The tenants whose requests it may get. Left out: all. With `cache_salt`, tenants share what is not their own
@@ -143,8 +144,8 @@ class GatewayConfig(Section):
     """Seconds between two looks at each engine's /health and /metrics. Small costs engines time, large lets a dead
     engine be tried, and loads be old."""
     probe_timeout_s: Seconds = 5.0
-    """How long an engine may take to answer such a look. Below what an engine takes that is merely busy, it gets no
-    requests when it has most."""
+    """How long an engine may take to answer such a look, and a DNS to answer for `dns+`. Below what an engine takes
+    that is merely busy, it gets no requests when it has most."""
     probe_failures: Count = 3
     """Looks in a row that fail until an engine counts as hung: requests that wait for it go to another one, and
     streams that it has begun end with an error."""

@@ -9,7 +9,7 @@ from aiohttp import web
 from pydantic_core import to_json
 
 from kvtier.clock import MONOTONIC
-from kvtier.config.gateway import GatewayConfig
+from kvtier.config.gateway import ApiKeyConfig, GatewayConfig
 from kvtier.protocol.openai import REQUEST_ID, request_id
 from kvtier.system.logs import bind_log_fields
 from kvtier_gateway.dispatching import Dispatching
@@ -61,14 +61,16 @@ class Api:
             return self.health()
         identity = request_id(request.headers.get(REQUEST_ID))
         client: Client | None = None
+        rights: ApiKeyConfig | None = None  # for all of the request, whatever a reload says meanwhile
         status = _CLIENT_CLOSED
         try:
             if self.is_stopping:
                 raise _stopping()
             client = self._keys.client_of(request.headers.getall("Authorization", []))
-            bind_log_fields(tenant=client.tenant, request_id=identity)
+            rights = client.table
+            bind_log_fields(tenant=rights.tenant, request_id=identity)
             with client.admitted():
-                answer = await self._answer_client(request, path, client, identity)
+                answer = await self._answer_client(request, path, rights, identity)
             status = str(answer.status)
             return answer
         except ApiError as error:
@@ -81,70 +83,70 @@ class Api:
                 refusal.force_close()
             return refusal
         finally:
-            if client is not None:
-                self._metrics.requests.labels(client.tenant, status).inc()
+            if rights is not None:
+                self._metrics.requests.labels(rights.tenant, status).inc()
 
     def health(self) -> web.Response:
         """200 while requests can be answered."""
         if self.is_stopping:
-            return web.Response(status=503, text="stopping\n")
-        if not any(engine.is_up for engine in self._fleet.engines):
-            return web.Response(status=503, text="no engine is up\n")
-        return web.Response(text="ok\n")
+            return web.Response(status=503, text="stopping\n", headers=SERVER)
+        if not any(engine.is_usable for engine in self._fleet.engines):
+            return web.Response(status=503, text="no engine can be used\n", headers=SERVER)
+        return web.Response(text="ok\n", headers=SERVER)
 
     async def _answer_client(
-        self, request: web.BaseRequest, path: str, client: Client, identity: str
+        self, request: web.BaseRequest, path: str, rights: ApiKeyConfig, identity: str
     ) -> web.StreamResponse:
         allowed = self._allowed.get(path)
         if allowed is not None:
             if request.method != "POST":
                 raise _wrong_method(request, "POST")
-            return await self._forward(request, path, allowed, client, identity)
+            return await self._forward(request, path, allowed, rights, identity)
         if path == _MODELS or path.startswith(f"{_MODELS}/"):
             if request.method != "GET":
                 raise _wrong_method(request, "GET")
-            return self._models(client, path, identity)
+            return self._models(rights.tenant, path, identity)
         raise ApiError(404, f"{request.method} {path[:200]}: there is no such route here")
 
     async def _forward(
-        self, request: web.BaseRequest, path: str, allowed: Collection[str], client: Client, identity: str
+        self, request: web.BaseRequest, path: str, allowed: Collection[str], rights: ApiKeyConfig, identity: str
     ) -> web.StreamResponse:
-        with self._room.held(client.tenant) as holding:
+        with self._room.held(rights.tenant) as holding:
             with self._stalls.watched(request) as stall:
                 body = await read_body(request, int(self._config.max_body_bytes), holding, stall)
             read_s = MONOTONIC()
-            cleaned = clean(parse(body), allowed, client.table, media=self._config.media)
+            cleaned = clean(parse(body), allowed, rights, media=self._config.media)
             del body
             for name in cleaned.stripped:
                 self._metrics.stripped.labels(name).inc()
-            self._check_model(client, cleaned.model)
+            self._check_model(rights.tenant, cleaned.model)
             session = request.headers.get(self._config.session_header)
             bodies: dict[str, bytes] = {}
 
             def body_for(engine: Engine) -> bytes:
                 isolation = engine.config.isolation
                 if isolation not in bodies:
-                    bodies[isolation] = cleaned.for_engine(isolation, client.tenant)
+                    bodies[isolation] = cleaned.for_engine(isolation, rights.tenant)
                 return bodies[isolation]
 
             prompt = await self._prompts.read(
                 cleaned.fields,
                 self._dispatching.strategy.reads,
-                client.tenant,
+                rights.tenant,
                 session,
-                self._fleet.candidates(client.tenant, cleaned.model),
+                self._fleet.candidates(rights.tenant, cleaned.model),
             )
-            outgoing = Outgoing(path, body_for, identity, request.headers.get("traceparent"), cleaned.stream)
+            outgoing = Outgoing(path, body_for, identity, request.headers.get("traceparent"))
             self._metrics.own_seconds.observe(MONOTONIC() - read_s)
             return await self._forwarding.forward(request, outgoing, self._dispatching.route(prompt, cleaned.model))
 
-    def _check_model(self, client: Client, model: str | None) -> None:
-        if model is not None and not self._fleet.knows(client.tenant, model):
+    def _check_model(self, tenant: str, model: str | None) -> None:
+        if model is not None and not self._fleet.knows(tenant, model):
             message = f"there is no model {model[:200]!r} here"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _models(self, client: Client, path: str, identity: str) -> web.Response:
-        models = self._fleet.models(client.tenant)
+    def _models(self, tenant: str, path: str, identity: str) -> web.Response:
+        models = self._fleet.models(tenant)
         if path == _MODELS:
             return _json({"object": "list", "data": list(models.values())}, identity)
         name = unquote(path.removeprefix(f"{_MODELS}/"))

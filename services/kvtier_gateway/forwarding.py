@@ -18,10 +18,12 @@ from kvtier_gateway.http.api_errors import SERVER, ApiError, retry_after
 from kvtier_gateway.http.stalls import Stalls
 from kvtier_gateway.metrics import GatewayMetrics
 
-_PASSED_ON = ("Content-Type", "Cache-Control", "X-Accel-Buffering", "Retry-After")
+_PASSED_ON = ("Content-Type", "Content-Encoding", "Cache-Control", "X-Accel-Buffering", "Retry-After")
 """Headers of engines' answers that clients get."""
 _TRY_ANOTHER = frozenset((502, 503, 504))
 """Statuses of engines that cannot answer at the moment."""
+_ANSWERS = range(200, 600)
+"""Statuses of answers. Of others, such as 101, no client asks through a gateway."""
 _log = logging.getLogger(__name__)
 
 
@@ -34,7 +36,6 @@ class Outgoing:
     """The body that this engine is to get."""
     request_id: str
     traceparent: str | None
-    is_stream: bool
 
 
 class ClientGoneError(ConnectionError):
@@ -115,13 +116,13 @@ class Forwarding:
             try:
                 async with await self._sent(outgoing, engine) as response:
                     first = await response.content.readany()
-                    if response.status in _TRY_ANOTHER:
+                    if response.status in _TRY_ANOTHER or response.status not in _ANSWERS:
                         raise EngineFailedError("refused", f"it answers {response.status}")
                     progress.deadline.reschedule(None)
                     progress.route.first_token()
                     attempt.has_begun = True
                     self._metrics.first_byte_seconds.observe(MONOTONIC() - progress.begun_s)
-                    answer = self._begun(response, outgoing)
+                    answer = _begun(response, outgoing)
                     await self._relay(request, response, first, answer)
             except asyncio.CancelledError:
                 if not attempt.is_lost or attempt.task.uncancel():
@@ -129,7 +130,7 @@ class Forwarding:
                     raise
                 if answer is None:
                     raise EngineFailedError("hung", "it was given up") from None
-                await self._break_off(request, answer, engine, outgoing)
+                await self._break_off(request, answer, engine)
             except ClientGoneError:
                 self._metrics.attempts.labels(engine.url, "cancelled").inc()
                 raise
@@ -139,7 +140,7 @@ class Forwarding:
             except aiohttp.ClientError as error:
                 if answer is None:
                     raise EngineFailedError("lost", f"the connection broke ({type(error).__name__})") from error
-                await self._break_off(request, answer, engine, outgoing)
+                await self._break_off(request, answer, engine)
             self._metrics.attempts.labels(engine.url, "answered").inc()
             return answer
 
@@ -154,16 +155,6 @@ class Forwarding:
             server_hostname=engine.server_name,
             allow_redirects=False,
         )
-
-    def _begun(self, response: aiohttp.ClientResponse, outgoing: Outgoing) -> web.StreamResponse:
-        answer = web.StreamResponse(status=response.status, headers=SERVER)
-        for name in _PASSED_ON:
-            if name in response.headers:
-                answer.headers[name] = response.headers[name]
-        answer.headers[REQUEST_ID] = outgoing.request_id
-        if response.content_length is not None:
-            answer.content_length = response.content_length
-        return answer
 
     async def _relay(
         self, request: web.BaseRequest, response: aiohttp.ClientResponse, first: bytes, answer: web.StreamResponse
@@ -186,13 +177,11 @@ class Forwarding:
             with _towards_client():
                 await answer.write_eof()
 
-    async def _break_off(
-        self, request: web.BaseRequest, answer: web.StreamResponse, engine: Engine, outgoing: Outgoing
-    ) -> None:
+    async def _break_off(self, request: web.BaseRequest, answer: web.StreamResponse, engine: Engine) -> None:
         """Ends an answer that the engine has not ended, so that the client sees that it is not whole."""
         self._metrics.broken_streams.labels(engine.url).inc()
         _log.warning("engine %s failed in the middle of an answer", engine.url)
-        if outgoing.is_stream and answer.content_type == "text/event-stream":
+        if answer.content_type == "text/event-stream":
             error = ApiError(502, "the engine failed before the answer was complete", code="engine_failed")
             with contextlib.suppress(ConnectionError):
                 await answer.write(error.event())
@@ -208,6 +197,19 @@ class Forwarding:
             yield attempt
         finally:
             engine.attempts.discard(attempt)
+
+
+def _begun(response: aiohttp.ClientResponse, outgoing: Outgoing) -> web.StreamResponse:
+    """The answer to the client, of which nothing has been sent."""
+    answer = web.StreamResponse(status=response.status, headers=SERVER)
+    for name in _PASSED_ON:
+        value = response.headers.get(name, "")
+        if value and value.isascii() and value.isprintable():
+            answer.headers[name] = value
+    answer.headers[REQUEST_ID] = outgoing.request_id
+    if response.content_length is not None:
+        answer.content_length = response.content_length
+    return answer
 
 
 class _towards_client:

@@ -67,6 +67,8 @@ class GatewayService:
         """Opens and reads nothing yet: see `start`."""
         self._config = config
         self._stack = contextlib.AsyncExitStack()
+        self._listener: asyncio.Server | None = None
+        """None until clients are served."""
 
     async def start(self) -> Addresses:
         """Listens, looks at each engine once, serves.
@@ -138,9 +140,15 @@ class GatewayService:
         """Nobody but the log hears of it."""
 
     async def stop(self) -> None:
-        """Takes no new requests, lets those that are running finish within the grace, cuts the rest, closes."""
+        """Takes no new requests, lets those that are running finish within the grace, cuts the rest, closes. Also after
+        a start that has failed."""
+        if self._listener is not None:
+            await self._finish(self._listener)
+        await self._stack.aclose()
+
+    async def _finish(self, listener: asyncio.Server) -> None:
         self._api.is_stopping = True
-        self._listener.close()
+        listener.close()
         self._server.cut_idle()
         deadline = MONOTONIC() + self._config.gateway.shutdown_grace_s
         while self._server.num_busy and MONOTONIC() < deadline:
@@ -151,7 +159,6 @@ class GatewayService:
             for engine in self._fleet.all_engines():
                 engine.give_up()
             await asyncio.sleep(_LAST_ANSWERS_S)
-        await self._stack.aclose()
 
     def _session(self) -> aiohttp.ClientSession:
         """What requests to engines go over. Their number is bounded by that of clients."""

@@ -67,6 +67,7 @@ def test_what_a_client_may_say_of_its_own_blocks() -> None:
         (b'{"prompt": "x", "Cache_Salt": "y"}', "Cache_Salt"),
         (b'{"prompt": "x", "temprature": 1}', "temprature"),
         (b'{"prompt": "x", "model": ["tiny"]}', "model"),
+        (b'{"prompt": "x", "top_p": 1e999}', "top_p"),
         (
             b'{"messages": [{"content": [{"type": "image_url", "image_url": "x"}]}]}',
             "messages[0].content",
@@ -85,6 +86,11 @@ def test_what_is_refused(body: bytes, param: str | None) -> None:
         cleaned(body)
     assert (refused.value.status, refused.value.body["error"]["param"]) == (400, param)
     assert "secret" not in str(refused.value)
+
+
+def test_what_a_client_says_is_a_number() -> None:
+    body = b'{"prompt": "x", "kv_transfer_params": {"kvtier": {"no_store": -1e999}}}'
+    assert sent(cleaned(body))["kv_transfer_params"] == {"kvtier": {"tenant": "red"}}
 
 
 def test_media_lose_the_names_that_clients_give_them() -> None:

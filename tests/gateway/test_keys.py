@@ -1,7 +1,10 @@
 """API keys: whom they let in, how often, and how many at a time."""
 
 import hashlib
+import subprocess
+import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +43,21 @@ def too_many(client: Client) -> ApiError:
         pass
     assert refused.value.status == 429
     return refused.value
+
+
+def test_a_gateway_does_not_start_with_keys_that_cannot_be(tmp_path: Path) -> None:
+    tables = (
+        "[gateway]\nengines = ['http://127.0.0.1:1']\nlisten = '127.0.0.1:0'\nstatus_listen = '127.0.0.1:0'\n"
+        f"[tenants.red]\n[tenants.blue]\n[api_keys.b]\ntenant = 'blue'\nkey_sha256 = ['{digest('key')}']\n"
+    )
+    file = tmp_path / "gateway.toml"
+    for wrong, said in ((digest("key"), "the same token as client 'b'"), (digest(""), "the digest of an empty token")):
+        file.write_text(f"{tables}[api_keys.c]\ntenant = 'red'\nkey_sha256 = ['{wrong}']\n")
+        ended = subprocess.run(
+            [sys.executable, "-m", "kvtier.cli.main", "gateway", "serve", "--config", str(file)],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert (ended.returncode, said in ended.stderr, "Traceback" in ended.stderr) == (1, True, False), ended.stderr
 
 
 def test_keys_are_of_tenants_and_end() -> None:

@@ -108,7 +108,7 @@ class PlayedRequest(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         pages = {
             "/health": "{}",
-            "/metrics": "vllm:num_requests_running 0.0\n",
+            "/metrics": self.server.page,
             "/v1/models": json.dumps({"data": [{"id": MODEL, "object": "model", "root": "/a/secret/path"}]}),
         }
         self.say(pages[self.path].encode())
@@ -150,6 +150,8 @@ class PlayedEngine(ThreadingHTTPServer):
     def __init__(self, answer: Answer = lambda request: request.say(b'{"choices": []}')) -> None:
         super().__init__(("127.0.0.1", 0), PlayedRequest)
         self.answer = answer
+        self.page = 'vllm:num_requests_running 0.0\nvllm:kvtier_build_info{version="1"} 1.0\n'
+        """What its /metrics says."""
         self.got: list[tuple[str, dict[str, str], Any]] = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})

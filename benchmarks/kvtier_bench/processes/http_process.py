@@ -24,7 +24,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 async def _engine(request: web.BaseRequest) -> web.StreamResponse:
     if request.method == "GET":
-        pages = {"/v1/models": json.dumps({"data": [{"id": MODEL}]})}
+        pages = {"/v1/models": json.dumps({"data": [{"id": MODEL}]}), "/metrics": "kvtier_engine_running 0\n"}
         return web.Response(text=pages.get(request.path, ""))
     await request.read()
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -66,15 +66,32 @@ class Engine:
     models: Mapping[str, dict[str, Any]] | None = None
     """The models that it serves, by their names, as OpenAI's API lists them; None before it has said so."""
     loads: Loads = Loads()
+    takes_tenants: bool | None = None
+    """Whether its last page has shown that it keeps tenants apart whom a request names in `kv_transfer_params`; None
+    before it was up."""
+    was_fenced: bool = False
+    """Whether the log has it that no request goes there, as `is_fenced` says."""
     key_form: KeyForm | None = None
     """How it makes keys; None before it has said so, and of engines without kvtier."""
     prices: LearnedPrices = field(default_factory=LearnedPrices)
     attempts: set[Attempt] = field(default_factory=set)
     """The requests that it has from this gateway."""
 
+    @property
+    def is_fenced(self) -> bool:
+        """Whether tenants would share its cache: it is told their names in a way that it has not shown to follow."""
+        if self.config.isolation != "tenant" or self.takes_tenants is not False:
+            return False
+        return self.config.tenants is None or len(self.config.tenants) > 1
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is up and keeps tenants apart."""
+        return self.is_up and not self.is_fenced
+
     def may_serve(self, tenant: str, model: str | None) -> bool:
         """Whether it gets new requests of this tenant for this model; None: for any."""
-        if not self.is_up or self.is_removed or self.config.draining:
+        if not self.is_usable or self.is_removed or self.config.draining:
             return False
         if self.config.tenants is not None and tenant not in self.config.tenants:
             return False

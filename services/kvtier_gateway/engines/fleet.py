@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from kvtier.config.gateway import DNS_PREFIX, GatewayConfig, GatewayEngineConfig
 from kvtier_gateway.engines.engine import Engine
-from kvtier_gateway.engines.page import key_form_in, loads_in
+from kvtier_gateway.engines.page import key_form_in, loads_in, takes_tenants
 from kvtier_gateway.metrics import GatewayMetrics
 
 _MOST_PAGE_BYTES = 16 << 20
@@ -111,8 +111,9 @@ class Fleet:
         """Makes the list of engines what configuration and DNS say now."""
         config = self._config
         found: dict[str, tuple[_Named, GatewayEngineConfig]] = {}
-        for table in config.engines:
-            for named in await self._addresses(table):
+        addresses = await asyncio.gather(*(self._addresses(table) for table in config.engines))
+        for table, of_table in zip(config.engines, addresses, strict=True):
+            for named in of_table:
                 found.setdefault(named.url, (named, table))
         known = {engine.url: engine for engine in self.engines}
         for url, engine in known.items():
@@ -138,11 +139,13 @@ class Fleet:
         parts = urlsplit(table.url.removeprefix(DNS_PREFIX))
         assert parts.hostname is not None
         try:
-            answers = await asyncio.get_running_loop().getaddrinfo(
-                parts.hostname, parts.port, type=socket.SOCK_STREAM, family=socket.AF_UNSPEC
-            )
-        except OSError as error:
-            _log.warning("%s: its addresses cannot be asked for: %s; those from before stay", table.url, error)
+            async with asyncio.timeout(self._config.probe_timeout_s):
+                answers = await asyncio.get_running_loop().getaddrinfo(
+                    parts.hostname, parts.port, type=socket.SOCK_STREAM, family=socket.AF_UNSPEC
+                )
+        except (OSError, UnicodeError) as error:  # the latter for names that no DNS could have
+            reason = "no answer in time" if isinstance(error, TimeoutError) else error
+            _log.warning("%s: its addresses cannot be asked for: %s; those from before stay", table.url, reason)
             return [_Named(engine.url, engine.server_name) for engine in self.engines if engine.config.url == table.url]
         hosts = dict.fromkeys(str(address[0]) for *_, address in answers)
         urls = (f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}" for host in hosts)
@@ -165,6 +168,7 @@ class Fleet:
                 await self._get(engine, "/health")
                 page = await self._get(engine, "/metrics")
                 engine.loads, engine.key_form = loads_in(page), key_form_in(page)
+                engine.takes_tenants = takes_tenants(page)
                 engine.prices.learn(page)
                 if first or not engine.is_up or engine.models is None:
                     engine.models = _models_in(await self._get(engine, "/v1/models"))
@@ -182,6 +186,7 @@ class Fleet:
                 engine.was_down = False
                 self.on_left(engine)  # it may be another process
             engine.mark_up()
+            _tell_fence(engine)
 
     async def _get(self, engine: Engine, path: str) -> bytes:
         async with self._session.get(engine.url + path, server_hostname=engine.server_name) as response:
@@ -193,6 +198,19 @@ class Fleet:
                 if len(page) > _MOST_PAGE_BYTES:
                     raise ValueError(f"{path} answers more than {_MOST_PAGE_BYTES:,} bytes")
             return bytes(page)
+
+
+def _tell_fence(engine: Engine) -> None:
+    """Has the log say it when an engine begins or ceases to be fenced off."""
+    if engine.is_fenced and not engine.was_fenced:
+        _log.error(
+            "engine %s gets no requests: its /metrics does not show that kvtier runs there, so tenants would share its "
+            'cache; start it with kvtier, or set isolation = "cache_salt" for it in gateway.engines',
+            engine.url,
+        )
+    elif engine.was_fenced and not engine.is_fenced:
+        _log.info("engine %s keeps tenants apart, and may get requests", engine.url)
+    engine.was_fenced = engine.is_fenced
 
 
 def _nobody(engine: Engine) -> None:

@@ -15,6 +15,10 @@ _GAUGES: Mapping[str, tuple[str, Callable[[Engine], float]]] = {
         "Whether an engine gets no new requests because an operator wants it",
         lambda engine: engine.config.draining,
     ),
+    "kvtier_gateway_engine_fenced": (
+        "Whether an engine gets no requests because it does not show that it keeps tenants apart",
+        lambda engine: engine.is_fenced,
+    ),
     "kvtier_gateway_running": ("Requests that an engine has from this gateway", lambda engine: len(engine.attempts)),
     "kvtier_gateway_engine_running": ("Requests in an engine's batch, as it says", lambda e: e.loads.num_running),
     "kvtier_gateway_engine_waiting": ("Requests that wait in an engine, as it says", lambda e: e.loads.num_waiting),
@@ -44,6 +48,7 @@ def described(engine: Engine) -> dict[str, Any]:
         "url": engine.url,
         "up": engine.is_up,
         "draining": engine.config.draining,
+        "fenced": engine.is_fenced,
         "running": len(engine.attempts),
         "models": sorted(engine.models) if engine.models is not None else None,
         "tenants": engine.config.tenants,

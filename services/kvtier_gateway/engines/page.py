@@ -13,6 +13,8 @@ _SAMPLE = re.compile(
     rb"^(%s)(?:\{[^\n]*\})? ([0-9.eE+-]+)" % b"|".join(map(str.encode, (*_RUNNING, *_WAITING, *_KV_USED))), re.MULTILINE
 )
 _KEYS = re.compile(rb"^(?:vllm:)?kvtier_namespace_info\{([^\n]*)\} 1", re.MULTILINE)
+_KVTIER = re.compile(rb"^(?:vllm:kvtier_build_info|kvtier_engine_running)[{ ]", re.MULTILINE)
+"""What vLLM has from its start on where kvtier is its connector, and kvtier's own engine always."""
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -27,6 +29,12 @@ def loads_in(page: bytes) -> Loads:
         num_waiting=sum(value for name in _WAITING for value in sums.get(name, ())),
         kv_used=sum(used) / len(used) if used else 0.0,
     )
+
+
+def takes_tenants(page: bytes) -> bool:
+    """Whether the engine runs what keeps the tenants apart whom a gateway names: vLLM's connector, or kvtier's own
+    engine. Neither SGLang nor kvtier below vLLM's own offloading takes a tenant's name from a request."""
+    return _KVTIER.search(page) is not None
 
 
 def key_form_in(page: bytes) -> KeyForm | None:

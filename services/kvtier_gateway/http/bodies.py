@@ -4,12 +4,13 @@ What an engine gets is never a client's bytes but JSON that the gateway has writ
 two equal names, of unusual numbers and encodings, both have the same idea.
 """
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from pydantic_core import from_json, to_json
 
 from kvtier.config.gateway import ApiKeyConfig
@@ -18,6 +19,8 @@ from kvtier_gateway.http.parameters import OWN, TEXT_PARTS
 from kvtier_gateway.http.stalls import Stall
 
 Json = dict[str, Any]
+_PLAIN = {"Content-Encoding": "identity", "Transfer-Encoding": "chunked"}
+"""Headers that say how a body is packed, and what they say of one that is not."""
 
 
 class BodyRoom:
@@ -68,11 +71,13 @@ async def read_body(request: web.BaseRequest, most_bytes: int, holding: Holding,
     """All of the body.
 
     Raises `ApiError` for one that is too long, packed, or not sent to its end."""
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise ApiError(415, "Content-Encoding: send the body as it is")
+    for name, plain in _PLAIN.items():
+        if any(value.lower() != plain for value in request.headers.getall(name, ())):
+            raise ApiError(415, f"{name}: send the body as it is")
     length = request.content_length
     if length is not None and length > most_bytes:
         raise _too_long(most_bytes)
+    await _let_it_come(request)
     pieces: list[bytes] = []
     while True:
         stall.begin()
@@ -87,6 +92,17 @@ async def read_body(request: web.BaseRequest, most_bytes: int, holding: Holding,
             raise _too_long(most_bytes)
         pieces.append(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+async def _let_it_come(request: web.BaseRequest) -> None:
+    """Tells a client to send its body that waits for this. Raises `ApiError` where it expects something else."""
+    expected = request.headers.get("Expect")
+    if expected is None or request.version < HttpVersion11:
+        return
+    if expected.lower() != "100-continue":
+        raise ApiError(417, "Expect: only 100-continue can be expected of this gateway")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # the answer has not begun
 
 
 def parse(body: bytes) -> Json:
@@ -116,11 +132,6 @@ class Cleaned:
     def model(self) -> str | None:
         """The name of the model that is asked for."""
         return self.fields.get("model")
-
-    @property
-    def stream(self) -> bool:
-        """Whether the answer is to be streamed."""
-        return self.fields.get("stream") is True
 
     def for_engine(self, isolation: str, tenant: str) -> bytes:
         """The body for an engine, which says whose it is as this engine wants to hear it."""
@@ -153,6 +164,8 @@ def clean(body: Json, allowed: Collection[str], key: ApiKeyConfig, *, media: boo
             param=shown,
             code="unknown_parameter",
         )
+    if endless := next((name for name, value in kept.items() if _is_infinite(value)), None):
+        raise ApiError(400, f"{endless}: the number is too large", param=endless)
     if not isinstance(kept.get("model", ""), str):
         raise ApiError(400, "model: must be text", param="model")
     for place, message in enumerate(_list_of(kept.get("messages"))):
@@ -178,7 +191,17 @@ def _of_clients(params: Any, key: ApiKeyConfig) -> Json:
     if not isinstance(said, Mapping):
         return {}
     names: Iterable[str] = ("no_store", "pin", "ttl_s") if key.may_pin else ("no_store",)
-    return {name: said[name] for name in names if isinstance(said.get(name), bool | int | float)}
+    values = {name: said.get(name) for name in names}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, bool | int | float) and not _is_infinite(value)
+    }
+
+
+def _is_infinite(value: Any) -> bool:
+    """Whether it is a number such as 1e999, which no JSON that is written anew could say."""
+    return isinstance(value, float) and math.isinf(value)
 
 
 def _list_of(value: Any) -> list[Any]:

@@ -59,11 +59,12 @@ class BoundedServer(web.Server):
 
     def __init__(self, handler: Handler, max_connections: int) -> None:
         """:param handler: is cancelled when its client goes away."""
-        super().__init__(handler, handler_cancellation=True)
+        super().__init__(self._answered, handler_cancellation=True)
+        self._handler = handler
         self._max_connections = max_connections
         self._warn = QuietLog(_log)
         self._open: dict[_Connection, None] = {}
-        """In the order in which they came, or had their last request."""
+        """In the order in which they came, or ended their last request."""
 
     def __call__(self) -> RequestHandler:
         """asyncio's factory of protocols."""
@@ -97,12 +98,15 @@ class BoundedServer(web.Server):
         super().connection_lost(handler, exc)
         self._forget(handler)
 
-    def touch(self, request: web.BaseRequest) -> None:
-        """This connection had a request just now: others are cut before it."""
-        connection = request.protocol
-        if connection in self._open:
-            del self._open[connection]
-            self._open[connection] = None
+    async def _answered(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Has the handler answer. A connection that had a request just now is cut after the others."""
+        try:
+            return await self._handler(request)
+        finally:
+            connection = request.protocol
+            if connection in self._open:
+                del self._open[connection]
+                self._open[connection] = None
 
     @property
     def num_busy(self) -> int:

@@ -1,0 +1,139 @@
+"""Engines of one DNS name that come and go, and certificates that are renewed."""
+
+import asyncio
+import json
+import socket
+import ssl
+import threading
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry
+
+from cache_pool import WAIT_S, until
+from certificates import Authority
+from gateway_rig import KEYS, PlayedEngine, gateway_file, running_gateway
+from kvtier.config.gateway import GatewayConfig
+from kvtier_gateway.engines.fleet import Fleet
+from kvtier_gateway.metrics import GatewayMetrics
+
+
+def test_every_address_of_a_name_is_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot be asked for keeps those from before, and holds up no change of the others."""
+    addresses: list[str] = []
+    hangs: list[bool] = []
+    answers_again = threading.Event()
+    real = socket.getaddrinfo
+
+    def resolve(host: Any, port: Any, *rest: Any, **more: Any) -> Any:
+        if host != "engines.example":
+            return real(host, port, *rest, **more)
+        if not addresses:
+            if hangs:
+                answers_again.wait(WAIT_S)
+            raise socket.gaierror(socket.EAI_AGAIN, "the server does not answer")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in addresses]
+
+    async def look(engine: PlayedEngine) -> None:
+        named = f"dns+{engine.url.replace('127.0.0.1', 'engines.example')}"
+        urls = [engine.url, engine.url.replace("127.0.0.1", "127.0.0.2")]
+        config = GatewayConfig.model_validate(
+            {"engines": [named], "probe_interval_s": 0.05, "resolve_interval_s": 0.05}
+        )
+        async with aiohttp.ClientSession() as session:
+            fleet = Fleet(session, config, GatewayMetrics(CollectorRegistry()))
+
+            async def until_named(*expected: str) -> None:
+                async with asyncio.timeout(WAIT_S):
+                    while [each.url for each in fleet.engines] != list(expected):
+                        await asyncio.sleep(0.01)
+
+            addresses[:] = ["127.0.0.1", "127.0.0.2", "127.0.0.1"]
+            await fleet.start()
+            assert [(each.url, each.server_name) for each in fleet.engines] == [
+                (url, "engines.example") for url in urls
+            ]
+            # One accepts no connections: it is down, and the other one gets requests.
+            assert [each.url for each in fleet.candidates("red", "tiny")] == urls[:1]
+            addresses.clear()  # the name stops resolving: those from before stay, while others come and go
+            other = "http://127.0.0.3:1"
+            fleet.set(config.model_copy(update={"engines": [*config.engines, *_engines(other)]}))
+            await until_named(*urls, other)
+            assert [each.url for each in fleet.candidates("red", "tiny")] == urls[:1]
+            hangs.append(True)
+            more = _engines("http://127.0.0.3:2")
+            fleet.set(config.model_copy(update={"engines": [*config.engines, *more], "probe_timeout_s": 0.5}))
+            await until_named(*urls, more[0].url)
+            answers_again.set()
+            fleet.set(config)
+            addresses[:] = ["127.0.0.1"]
+            await until_named(urls[0])
+            assert fleet.candidates("red", "tiny")
+            await fleet.stop()
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with PlayedEngine() as engine:
+        asyncio.run(look(engine))
+
+
+def _engines(*urls: str) -> Any:
+    return GatewayConfig.model_validate({"engines": urls}).engines
+
+
+def test_a_name_that_no_dns_could_have_does_not_end_looking_for_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(engine: PlayedEngine) -> None:
+        async with aiohttp.ClientSession() as session:
+            config = GatewayConfig.model_validate({"engines": ["dns+http://a..b:80"]})
+            fleet = Fleet(session, config, GatewayMetrics(CollectorRegistry()))
+            await fleet.start()
+            fleet.set(config.model_copy(update={"engines": [*config.engines, *_engines(engine.url)]}))
+            async with asyncio.timeout(WAIT_S):
+                while not fleet.candidates("red", None):
+                    await asyncio.sleep(0.01)
+            await fleet.stop()
+
+    with PlayedEngine() as engine:
+        asyncio.run(look(engine))
+
+
+def test_certificates_are_renewed_under_a_gateway_that_runs(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.issue("server", "127.0.0.1")
+    context = ssl.create_default_context(cafile=str(authority.certificate))
+    files = f'tls_certificate = "{pair.certificate}"\ntls_key = "{pair.key}"\n'
+    request = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS['alice']}\r\n"
+        'Content-Length: 15\r\n\r\n{"prompt": "x"}'
+    ).encode()
+    with (
+        PlayedEngine() as engine,
+        running_gateway(gateway_file(tmp_path / "gateway.toml", [json.dumps(engine.url)], files)) as gateway,
+    ):
+        gateway.until_up(engine.url)
+        host, port = gateway.url.removeprefix("https://").split(":")
+
+        def connected() -> ssl.SSLSocket:
+            raw = socket.create_connection((host, int(port)), WAIT_S)
+            return context.wrap_socket(raw, server_hostname=host)
+
+        def served() -> bytes | None:
+            with connected() as raw:
+                return raw.getpeercert(binary_form=True)
+
+        with connected() as before:
+            first = before.getpeercert(binary_form=True)
+            for text in ("no certificate", authority.issue("server", "127.0.0.1").certificate.read_text()):
+                pair.certificate.write_text(text)
+                if text == "no certificate":
+                    assert served() == first
+            until(lambda: served() != first, "the renewed certificate is served")
+            before.sendall(request)  # a connection from before goes on
+            assert before.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        with socket.create_connection((host, int(port)), WAIT_S) as plain:
+            plain.sendall(request)
+            assert b"HTTP" not in b"".join(iter(lambda: plain.recv(1 << 16), b""))
+        assert len(engine.got) == 1
+        assert "Traceback" not in gateway.log
+        gateway.says("the certificates from before stay in use")
