@@ -98,6 +98,7 @@ def run(config: Config) -> None:
         uvicorn_server = uvicorn.Server(
             uvicorn.Config(
                 KnownHosts(served, config.engine.allowed_hosts) if is_of_this_machine else served,
+                loop="asyncio",  # whatever else is installed: one loop, which tests have seen
                 http=bounded_protocol(open_files),
                 backlog=BACKLOG,
                 log_config=None,

@@ -85,7 +85,8 @@ class _Forks(RuleBasedStateMachine):
     def cancel(self, choice: st.DataObject, branch: int | None) -> None:
         request = choice.draw(st.sampled_from(sorted(self.asked)))
         self.rig.scheduler.cancel(request, branch=branch)
-        self.cancelled.update((request, each) for each in range(3) if branch in (None, 0, each))
+        are_beams = self.asked[request][1].beams is not None
+        self.cancelled.update((request, each) for each in range(3) if are_beams or branch in (None, 0, each))
 
     @rule()
     def reset(self) -> None:

@@ -89,7 +89,7 @@ def served_engine(folder: Path, model: PacedModel | None = None, name: str = "ti
     running = RunningEngine(rig, MAX_TOTAL_TOKENS, fails=model is not None and model.fail_from is not None)
     with socket.create_server(("127.0.0.1", 0)) as listener, running as engine:
         app = Server(engine, tokenizer, model_names=(name,), eos_token_ids=(), registry=rig.registry).app()
-        config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(app, loop="asyncio", log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -20,6 +21,7 @@ _NUM_READ = 3
 class _Service:
     """Stands in for a pool, and counts how often it is given shares."""
 
+    name, what = "pool", "tokens"
     num_given = 0
     audit = AuditLog(None, PoolMetrics(CollectorRegistry()))
     """Not started: what is noted waits."""
@@ -34,8 +36,14 @@ class _Service:
         sys._getframe(1).f_trace = _trace
         return Addresses(("",), ("",), "")
 
-    def set_tenants(self, config: Config) -> None:
+    def files(self, config: Config) -> list[Path]:
+        return []
+
+    def take(self, config: Config) -> None:
         type(self).num_given += 1
+
+    def note(self, event: str, **fields: str) -> None:
+        self.audit.note(event, **fields)
 
     def end_stale(self) -> int:
         return 0

@@ -110,9 +110,11 @@ class Scheduler:
         self._metrics.step_seconds.inc(hashed_s)
 
     def cancel(self, request_id: int, reason: FinishReason = "cancelled", branch: int | None = None) -> None:
-        """Ends a request early, or one branch of it. Unknown ones have ended already."""
+        """Ends a request early, or one branch of it; beams, which wait for each other, only together. Unknown ones have
+        ended already."""
         for request in (*self._waiting, *self._loading, *self._running):
-            if request.request_id == request_id and branch in (None, request.branch):
+            is_meant = branch in (None, request.branch) or request.search is not None
+            if request.request_id == request_id and is_meant:
                 self._end(request, reason)
 
     def reset_cache(self) -> int:
