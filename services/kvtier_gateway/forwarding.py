@@ -20,6 +20,8 @@ from kvtier_gateway.metrics import GatewayMetrics
 
 _PASSED_ON = ("Content-Type", "Content-Encoding", "Cache-Control", "X-Accel-Buffering", "Retry-After")
 """Headers of engines' answers that clients get."""
+_PART_BYTES = 1 << 15
+"""What is given to a client's connection at a time, which waits once it keeps 64 KiB."""
 _TRY_ANOTHER = frozenset((502, 503, 504))
 """Statuses of engines that cannot answer at the moment."""
 _ANSWERS = range(200, 600)
@@ -168,9 +170,11 @@ class Forwarding:
             with _towards_client():
                 await answer.prepare(request)
             while piece:
-                stall.begin()
-                with _towards_client():
-                    await answer.write(piece)
+                # In parts: what the connection does not take at once, it keeps a copy of.
+                for start in range(0, len(piece), _PART_BYTES):
+                    stall.begin()
+                    with _towards_client():
+                        await answer.write(piece[start : start + _PART_BYTES])
                 stall.end()
                 piece = await content.readany()
             stall.begin()
