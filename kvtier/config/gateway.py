@@ -129,7 +129,7 @@ class GatewayConfig(Section):
     you trust."""
     max_connections: Annotated[int, Field(ge=1, le=60_000)] = 4096
     """Clients' connections. One more cuts the one that has been without a request for the longest time, or is refused
-    where all have one. Each takes two open files and up to 300 KB of memory while its client is slow."""
+    where all have one. Each takes two open files and up to 500 KB of memory while its client is slow."""
     max_body_bytes: TierBytes = ByteSize(16 * 2**20)
     """The longest body of a request, 1 MiB or more; longer ones are answered with 413."""
     max_bodies_bytes: TierBytes = ByteSize(256 * 2**20)
