@@ -20,7 +20,7 @@ class Role(StrEnum):
     OBSERVER = "observer"
     """Sees what all tenants have together, and has no blocks."""
     CLIENT = "client"
-    """Of a gateway, which acts for its tenant."""
+    """A client of a gateway, which acts for its tenant."""
 
 
 class TokenConfig(Section):

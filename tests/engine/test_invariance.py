@@ -178,7 +178,7 @@ def test_few_queries_have_the_bits_of_many_in_all_tiles(dtype: torch.dtype) -> N
     query = torch.randn((num_keys, 9, 64), generator=generator).to(dtype)
 
     def attended(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Of queries `first` to `stop` of each span, each a sequence, whose memory behind them is not KV."""
+        """Attends queries `first` to `stop` of each span, each a sequence, whose memory behind them is not KV."""
         kv, tables = [], torch.full((len(spans), num_blocks + 1), -1)
         for seq, (_, stop) in enumerate(spans):
             of = kv_layer[: -(-stop // tokens_per_block)].clone()

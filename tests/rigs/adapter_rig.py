@@ -20,7 +20,7 @@ def random_adapter(
     seed: int = 0,
     **settings: Any,
 ) -> Path:
-    """Of rank 4, for the first layers; a large one, so that answers differ. Returns the folder."""
+    """Writes one of rank 4, for the first layers; a large one, so that answers differ. Returns the folder."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(num_layers):

@@ -14,7 +14,7 @@ class GatheredValues:
     block_ids: Tensor
     """int32 or int64 `[seqs, blocks]`. What stands there for no block of a sequence is behind its `num_tokens`."""
     tokens: slice
-    """Of the tokens of these blocks, in order: those that are wanted."""
+    """Which of the tokens of these blocks, in order, are wanted."""
     num_tokens: Sequence[int] = ()
     """How many of the blocks' tokens each sequence has; the others are zeros. Empty: all of `tokens` are a sequence's
     own."""

@@ -17,13 +17,13 @@ class RequestTenants:
     """Event loop only."""
 
     only: str | None = None
-    """Of all requests of which nothing else is known."""
+    """The tenant of all requests of which nothing else is known."""
     api_keys: Sequence[AcceptedToken] = ()
     """Without any, whoever reaches the port may ask, and say whose the request is where a gateway may."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Who is served. Raises `ConfigError` where keys are no good, or a gateway names tenants besides."""
+        """Returns who is served. Raises `ConfigError` where keys are no good."""
         keys = config.accepted_engine_keys()
         return cls(None if keys or config.gateway_tenants else config.tenant, keys)
 

@@ -76,7 +76,7 @@ class ModelConfig:
     windowed_layers: tuple[bool, ...] = ()
     """Which layers have the window; empty: none."""
     windowed_rope_theta: float | None = None
-    """Of windowed layers, without any scaling; None: they are rotated as the others."""
+    """The base of rotation in windowed layers, without any scaling; None: they are rotated as the others."""
 
 
 def load_model_config(folder: Path) -> ModelConfig:

@@ -26,7 +26,7 @@ class KeyForm:
 
     tokens_per_block: int
     namespaces: frozenset[NamespaceId]
-    """Those that a hit needs: one for each of its ranks whose KV differs."""
+    """The namespaces that a hit needs: one for each of its ranks whose KV differs."""
 
 
 class Attempt:

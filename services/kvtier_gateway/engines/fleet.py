@@ -46,7 +46,7 @@ class Fleet:
         self._session, self._config, self._metrics = session, config, metrics
         self.engines: list[Engine] = []
         self._leaving: list[Engine] = []
-        """Those that are not named any more, and had requests when that was last looked at."""
+        """Engines that are not named any more, and had requests when that was last looked at."""
         self.on_left: Callable[[Engine], None] = _nobody
         """Hears of engines that are not named any more, or are back after they were down: what they had may be gone."""
         self._looks: dict[Engine, asyncio.Task[None]] = {}

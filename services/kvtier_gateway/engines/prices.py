@@ -31,7 +31,7 @@ _LEAST = {"computed_tokens": 256.0, "fetched_bytes": float(1 << 20)}
 
 
 class LearnedPrices:
-    """Of one engine. Event loop only."""
+    """What one engine's prices were seen to be. Event loop only."""
 
     def __init__(self) -> None:
         self._counted: Mapping[str, float] = {}

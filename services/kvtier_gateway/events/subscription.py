@@ -17,7 +17,7 @@ _END = b"\xff" * 8
 _HIGH_WATER = 100_000
 """Messages that wait for us; beyond, ZeroMQ drops them, and we see that by the numbers."""
 _MOST_BYTES = 256 << 20
-"""Of one message."""
+"""The bytes that one message may have."""
 _PAUSE_S = 1.0
 _AT_ONCE_S = 0.005
 """How long batches are taken without letting requests have their turn."""

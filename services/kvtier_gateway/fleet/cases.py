@@ -22,7 +22,7 @@ class Case:
     """One row of the results."""
 
     strategy: str
-    """Of `NAMES`."""
+    """A name in `NAMES`."""
     engines: int
     load: float
     pool: PoolSpeed

@@ -42,7 +42,7 @@ class PoolModel:
     """The shared pool. Its bandwidth is that of all engines' links together, four times oversubscribed."""
 
     link_bytes_per_s: float
-    """Of one engine: 0: there is no pool."""
+    """The bandwidth of one engine to the pool; 0: there is no pool."""
     capacity_bytes: int = 8192 * GIB
     lookup_s: float = 2e-3
     written_after_s: float = 0.1

@@ -13,12 +13,12 @@ class SimRequest:
     number: int
     arrives_s: float
     keys: Sequence[Key]
-    """Of its full blocks of which at least one token comes after."""
+    """The keys of its full blocks of which at least one token comes after."""
     prompt_tokens: int
     answer_tokens: int
     session: str
     all_ids: Sequence[int]
-    """Of all blocks, with that which is a part."""
+    """The ids of all blocks, with that which is a part."""
     choice: Choice | None = None
     num_held: int = 0
     """Leading blocks that were on the device when it was admitted."""

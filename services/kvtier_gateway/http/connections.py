@@ -12,7 +12,7 @@ from kvtier.system.quiet_log import QuietLog
 from kvtier_gateway.http.api_errors import ApiError
 
 MOST_HEADER_BYTES, MOST_HEADERS = 8190, 64
-"""Of one line, and how many."""
+"""The bytes of one header line, and how many lines there may be."""
 _READ_BYTES = 1 << 16
 """What is read ahead of a client's body."""
 _IDLE_S = 60.0

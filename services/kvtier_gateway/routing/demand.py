@@ -9,7 +9,7 @@ _MEMORY_S = 60.0
 _YOUNGEST_S = 1.0
 _BUSIEST = 0.9
 _LEAST_SHARE = 0.2
-"""Of the mean: this much will come to an engine to which nobody has come yet."""
+"""The share of the mean: this much will come to an engine to which nobody has come yet."""
 
 
 class Demand:

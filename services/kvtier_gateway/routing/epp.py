@@ -9,7 +9,7 @@ from kvtier_gateway.routing.strategy import Memoryless
 from kvtier_gateway.routing.values import Candidate, Choice, EngineId, Key, Prompt, Reads, RequestId
 
 LRU_TOKENS = 31_250 * 64
-"""Of each engine: 31,250 blocks of 64 tokens."""
+"""The tokens that each engine is thought to keep: 31,250 blocks of 64 tokens."""
 MAX_PREFIX_TOKENS = 131_072
 
 

@@ -35,7 +35,7 @@ class KeyMasks:
                 self._young[key] = mask | bit
 
     def touch(self, keys: Iterable[Key]) -> None:
-        """Those of the keys that are known are forgotten after others."""
+        """Notes a use: keys that are known are forgotten after others."""
         if self._old:
             for key in keys:
                 if (mask := self._old.pop(key, 0)) != 0:

@@ -20,7 +20,7 @@ class _Sent:
 
 
 class Ledger:
-    """Of one engine, which computes prompts one after the other in the order in which it gets them.
+    """The work of one engine, which computes prompts one after the other in the order in which it gets them.
 
     A request leaves the backlog with its first token, whatever was predicted, so that no error adds up. The time from
     one first token to the next, over what the prices say, corrects them: for decodes beside it, for a slower machine.

@@ -57,7 +57,7 @@ class Priced(Memoryless):
         self._index, self._under_way, self._demand = KvIndex(), UnderWay(), Demand()
         self._ledgers: dict[EngineId, Ledger] = {}
         self._offer: tuple[Prompt, Offer] | None = None
-        """Of the last choice."""
+        """The prompt and the offer of the last choice."""
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
         """Of two at random that are near the lowest cost, the one with fewer requests under way."""

@@ -14,7 +14,7 @@ class Match(NamedTuple):
     length: int
     """In characters."""
     engines: Mapping[EngineId, int]
-    """Who were sent it, and when each was last, as a count of insertions."""
+    """The engines that were sent it, and when each was last, as a count of insertions."""
 
 
 class _Node:

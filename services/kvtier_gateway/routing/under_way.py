@@ -22,7 +22,7 @@ class UnderWay:
     def __init__(self) -> None:
         self._requests: dict[RequestId, _Request] = {}
         self._by_first: dict[Key, set[RequestId]] = {}
-        """Those that have at least one block, by its key."""
+        """The requests that have at least one block, by its key."""
 
     def add(self, request: RequestId, engine: EngineId, keys: Sequence[Key], ready_at_s: float) -> None:
         """All these blocks will be on the engine's device at that time."""

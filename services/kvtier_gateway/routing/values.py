@@ -40,7 +40,7 @@ class Prompt:
     keys: Sequence[Key] | None = None
     """One for each full block of tokens, first to last."""
     tokens_per_block: int = 0
-    """Of `keys`."""
+    """How many tokens each of `keys` stands for."""
     num_in_pool: int | None = None
     """How many of the leading `keys` the pool holds: the caller has asked it. None: there is no pool, or it is dead."""
     adapter: str = ""
