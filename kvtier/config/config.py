@@ -14,20 +14,15 @@ from pydantic import (
 from kvtier.codec.sealed_form import StorageSeal, StorageSeals
 from kvtier.codec.sealing import Purpose, SealingKeys, parse_keys
 from kvtier.config.credentials import AcceptedToken, Role, RoleConfig, TokenConfig
-from kvtier.config.engine import (
-    CacheConfig,
-    DiskConfig,
-    EngineConfig,
-    HostConfig,
-    PoolConfig,
-    TenantConfig,
-    default_load_threads,
-)
+from kvtier.config.engine import EngineConfig
 from kvtier.config.events import EventsConfig
 from kvtier.config.fields import OVERRIDE_PREFIX, Section
 from kvtier.config.gateway import ApiKeyConfig, GatewayConfig
 from kvtier.config.log import LogConfig
+from kvtier.config.pool import PoolConfig
 from kvtier.config.pool_service import PoolServiceConfig
+from kvtier.config.tenant import TenantConfig
+from kvtier.config.tiers import CacheConfig, DiskConfig, HostConfig, default_load_threads
 from kvtier.config.tracing import TracingConfig
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import tenant_id

@@ -15,9 +15,9 @@ from pydantic import (
 
 from kvtier.config.config import Config
 from kvtier.config.credentials import RoleConfig, TokenConfig
-from kvtier.config.engine import TenantConfig
 from kvtier.config.fields import OVERRIDE_PREFIX
 from kvtier.config.gateway import ApiKeyConfig, GatewayEngineConfig
+from kvtier.config.tenant import TenantConfig
 from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.identity.keys import tenant_id
 

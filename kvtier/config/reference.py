@@ -17,22 +17,14 @@ from pydantic import BaseModel
 
 from kvtier.config.config import Config
 from kvtier.config.credentials import RoleConfig, TokenConfig
-from kvtier.config.engine import (
-    AdapterConfig,
-    CacheConfig,
-    DiskConfig,
-    EngineConfig,
-    HostConfig,
-    PoolConfig,
-    RateConfig,
-    RedisShareConfig,
-    ShareConfig,
-    TenantConfig,
-)
+from kvtier.config.engine import AdapterConfig, EngineConfig
 from kvtier.config.events import EventsConfig
 from kvtier.config.gateway import ApiKeyConfig, GatewayConfig, GatewayEngineConfig
 from kvtier.config.log import LogConfig
+from kvtier.config.pool import PoolConfig
 from kvtier.config.pool_service import PoolServiceConfig
+from kvtier.config.tenant import RateConfig, RedisShareConfig, ShareConfig, TenantConfig
+from kvtier.config.tiers import CacheConfig, DiskConfig, HostConfig
 from kvtier.config.tracing import TracingConfig
 
 _SECTIONS: tuple[type[BaseModel], ...] = (

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvtier.config.config import Config
 from kvtier.config.credentials import Role
-from kvtier.config.engine import TenantConfig
+from kvtier.config.tenant import TenantConfig
 from kvtier.errors import UnavailableError
 from kvtier.identity.keys import tenant_id
 from kvtier.store.store import Store

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from kvtier.clock import MONOTONIC, Clock
-from kvtier.config.engine import RateConfig, TenantConfig
+from kvtier.config.tenant import RateConfig, TenantConfig
 from kvtier.errors import UnavailableError
 from kvtier.identity.keys import TenantId
 from kvtier.system.token_bucket import TokenBucket

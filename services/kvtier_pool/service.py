@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from kvtier.clock import MONOTONIC
 from kvtier.codec.sealed_form import StorageSeals
 from kvtier.config import Config
-from kvtier.config.engine import ShareConfig
 from kvtier.config.pool_service import PoolServiceConfig
+from kvtier.config.tenant import ShareConfig
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import TenantId, tenant_id
 from kvtier.memory import memfd

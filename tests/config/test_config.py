@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.config import Config, load_config, parse_config, token_sha256
 from kvtier.config.credentials import AcceptedToken, Role
-from kvtier.config.engine import CacheConfig
+from kvtier.config.tiers import CacheConfig
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import tenant_id
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from block_rig import GOLDEN, receive_frame, receive_rest, session, split_frames
 from clock_rig import StillClock
 from kvtier.codec.stored_form import encode_header
-from kvtier.config.engine import RateConfig
+from kvtier.config.tenant import RateConfig
 from kvtier.identity.keys import TenantId
 from kvtier.metrics import Metrics
 from kvtier.protocol.block import encode_head

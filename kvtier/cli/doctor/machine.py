@@ -12,8 +12,8 @@ from pathlib import Path
 
 from kvtier.cli.doctor.gpu import gpu_lines
 from kvtier.cli.doctor.lines import Level, Line, Look
-from kvtier.config.engine import default_load_threads
 from kvtier.config.findings import size_words
+from kvtier.config.tiers import default_load_threads
 from kvtier.memory import memfd
 from kvtier.system.memory import available_bytes, total_bytes
 from kvtier.system.open_files import open_files_limit, reachable_open_files
