@@ -276,7 +276,7 @@ def _recorder(config: Config, num_slots: int, block_bytes: int) -> TraceRecorder
     if cache.record_trace is None:
         return None
     described: dict[str, str | int] = {"source": "engine", "policy": config.host.policy, "capacity_blocks": num_slots}
-    path = config.resolve_path(cache.record_trace)
+    path = config.references.path(cache.record_trace)
     recorder = TraceRecorder(path, described, max_bytes=int(cache.record_trace_bytes))
     recorder.start()
     return recorder

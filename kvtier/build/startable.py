@@ -24,11 +24,11 @@ def require_startable(config: Config, device_type: str) -> None:
     has_io_process(config)
     disk, trace = config.disk, config.cache.record_trace
     if disk.directory is not None:
-        require_usable_folder(config.resolve_path(disk.directory))
+        require_usable_folder(config.references.path(disk.directory))
         if disk.admission is not None:
             parse_admission(disk.admission, int(disk.capacity_bytes))
-    if trace is not None and not os.access(config.resolve_path(trace).parent, os.W_OK | os.X_OK):
+    if trace is not None and not os.access(config.references.path(trace).parent, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"cache.record_trace: {config.resolve_path(trace)} cannot be written; name a file in a folder that this "
+            f"cache.record_trace: {config.references.path(trace)} cannot be written; name a file in a folder that this "
             "user may write"
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvtier.codec.stored_form import Codec
 from kvtier.config import Config, parse_config
+from kvtier.config.tls_files import pool_tls
 from kvtier.errors import ConfigError
 from kvtier.events import EventSink
 from kvtier.identity.keys import NamespaceId, StoreKey, tenant_id
@@ -129,7 +130,7 @@ def _process_settings(config: Config, namespace: NamespaceId) -> ProcessSettings
             **config.model_dump(mode="json", include={"disk", "pool"}),
         },
         "namespace": namespace.hex(),
-        "folder": str(config.resolve_path(Path())),
+        "folder": str(config.references.path(Path())),
         "environ": environ,
     }
     return ProcessSettings(
@@ -189,7 +190,7 @@ def _paths(config: Config) -> set[str]:
         if address.startswith(UNIX_PREFIX):
             found |= {"unix", "shm"} if config.pool.shared_memory else {"unix"}
         else:
-            in_clear = config.pool_tls() is None
+            in_clear = pool_tls(config) is None
             found.add("grpc" if address.startswith(GRPC_PREFIX) else "tcp" if in_clear else "tls")
     return found
 
@@ -211,7 +212,7 @@ def _open_tiers(config: Config, namespace: NamespaceId, on_event: EventSink, met
 def _disk_tier(config: Config, on_event: EventSink, metrics: Metrics) -> Tier:
     assert config.disk.directory is not None
     return DiskTier.open(
-        config.resolve_path(config.disk.directory),
+        config.references.path(config.disk.directory),
         int(config.disk.capacity_bytes),
         reserve_bytes=int(config.disk.reserve_bytes),
         codec=Codec.parse(config.disk.codec),
@@ -228,7 +229,7 @@ def _disk_tier(config: Config, on_event: EventSink, metrics: Metrics) -> Tier:
 
 def _open_pool(config: Config, namespaces: Sequence[NamespaceId], metrics: Metrics) -> SharedTier:
     """A client of its own for each tenant."""
-    tls = client_tls(config.pool_tls(), config.pool.tls_server_name)
+    tls = client_tls(pool_tls(config), config.pool.tls_server_name)
     names = config.engine_tenants()
     clients = {tenant_id(name): _pool_client(config, name, namespaces, tls, metrics) for name in names}
     both = PerTenant(POOL, clients)

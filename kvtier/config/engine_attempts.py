@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
+from kvtier.config.accepted import accepted_engine_keys
 from kvtier.config.config import Config
 from kvtier.config.findings import size_words
+from kvtier.config.tls_files import engine_tls, pool_tls
 from kvtier.errors import ConfigError
 from kvtier.net.tls import client_tls, server_tls
 from kvtier.system.memory import total_bytes
@@ -19,9 +21,9 @@ def engine_attempts(config: Config, device_type: str) -> list[Callable[[], objec
     """
     attempts: list[Callable[[], object]] = [
         partial(config.verifies_on_device, device_type),
-        config.accepted_engine_keys,
-        lambda: server_tls(config.engine_tls()),
-        lambda: client_tls(config.pool_tls(), config.pool.tls_server_name),
+        partial(accepted_engine_keys, config),
+        lambda: server_tls(engine_tls(config)),
+        lambda: client_tls(pool_tls(config), config.pool.tls_server_name),
         lambda: _require_memory(config.host_bytes(), total_bytes()),
     ]
     for name in config.engine_tenants():

@@ -17,6 +17,7 @@ from kvtier.config.config import Config
 from kvtier.config.credentials import RoleConfig, TokenConfig
 from kvtier.config.fields import OVERRIDE_PREFIX
 from kvtier.config.gateway import ApiKeyConfig, GatewayEngineConfig
+from kvtier.config.references import References
 from kvtier.config.tenant import TenantConfig
 from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.identity.keys import tenant_id
@@ -40,9 +41,7 @@ def load_config(path: Path, environ: Mapping[str, str] | None = None) -> Config:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    config = parse_config(data, source=str(path), folder=path.parent, environ=environ)
-    config._file = path
-    return config
+    return _parsed(data, References(str(path), path.parent, _environment(environ), path))
 
 
 def parse_config(
@@ -54,14 +53,21 @@ def parse_config(
     :param folder: what relative paths, `file:` references included, are relative to.
     :param environ: overrides and `env:` secrets; the process's environment when None.
     """
-    environ = dict(os.environ) if environ is None else dict(environ)
-    data = _overridden(data, environ)
+    return _parsed(data, References(source, folder, _environment(environ)))
+
+
+def _environment(environ: Mapping[str, str] | None) -> dict[str, str]:
+    return dict(os.environ if environ is None else environ)
+
+
+def _parsed(data: dict[str, Any], references: References) -> Config:
+    source, environ = references.source, references.environ
     try:
-        config = Config.model_validate(data)
+        config = Config.model_validate(_overridden(data, environ))
     except ValidationError as error:
         variables = overridden_keys(environ)
         raise ConfigError("\n".join(_explain(source, variables, e) for e in error.errors())) from error
-    config._source, config._folder, config._environ = source, folder, environ
+    config._references = references
     for table in _NAMED_TABLES:
         for name in getattr(config, table):
             try:
@@ -110,7 +116,7 @@ def token_sha256(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _overridden(data: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+def _overridden(data: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """A copy of `data` with `KVTIER__A__B=value` put at data["a"]["b"]."""
     merged: dict[str, Any] = {k: dict(v) if isinstance(v, dict) else v for k, v in data.items()}
     for variable, value in environ.items():

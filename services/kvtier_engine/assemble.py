@@ -79,14 +79,15 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     _require_block_size(config.cache.tokens_per_block)
     if section.model is None:
         raise ConfigError("engine.model: missing; name a Hugging Face folder or a GGUF file, or give --model")
-    cache_dir = DEFAULT_CACHE_DIR if section.model_cache_dir is None else config.resolve_path(section.model_cache_dir)
+    path_of = config.references.path
+    cache_dir = DEFAULT_CACHE_DIR if section.model_cache_dir is None else path_of(section.model_cache_dir)
     device = engine_device(section.device)
     if section.cache:
         config.engine_tenants()
         require_startable(config, device.type)
     elif config.events.endpoint is not None:
         raise ConfigError("events.endpoint: engine.cache is false, so there are no blocks to tell of; leave one out")
-    folder = open_model(config.resolve_path(section.model), cache_dir)
+    folder = open_model(path_of(section.model), cache_dir)
     torch.set_num_threads(section.num_threads or len(os.sched_getaffinity(0)))
     dtype = _DTYPES[section.dtype]
     kv = _allocate(config, folder, dtype, device)
@@ -95,7 +96,7 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     if folder.name in section.adapters:
         raise ConfigError(f"engine.adapters: {folder.name!r} is the model's own name; call the adapter something else")
     adapters = {
-        name: _adapted(section, folder, load_adapter(config.resolve_path(of.path), weights, folder.config, cache_dir))
+        name: _adapted(section, folder, load_adapter(path_of(of.path), weights, folder.config, cache_dir))
         for name, of in section.adapters.items()
     }
     fingerprint = arithmetic_fingerprint(model, folder.config, dtype) if model.batch_invariant else ""

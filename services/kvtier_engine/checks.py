@@ -39,7 +39,7 @@ def _model(config: Config) -> Iterable[Finding]:
     if config.engine.model is None:
         yield Finding(Severity.WARNING, "engine.model", "missing: `kvtier engine serve` then needs --model")
         return
-    path = config.resolve_path(config.engine.model)
+    path = config.references.path(config.engine.model)
     if not path.exists():
         yield Finding(Severity.ERROR, "engine.model", f"{path} is not there; name a Hugging Face folder or a GGUF file")
         return

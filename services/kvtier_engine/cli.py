@@ -15,6 +15,7 @@ from kvtier.cli.configuration.all_checks import findings_of
 from kvtier.cli.options import LogFormat, LogLevel, with_log_options
 from kvtier.config import Config, load_config
 from kvtier.config.findings import log_warnings
+from kvtier.config.tls_files import engine_tls
 from kvtier.errors import ConfigError
 from kvtier.memory.malloc import keep_freed_memory
 from kvtier.net.address import is_loopback, reason_of
@@ -80,7 +81,7 @@ def run(config: Config) -> None:
     from kvtier_engine.api.server import Server
     from kvtier_engine.assemble import assembled_engine
 
-    open_files, tls, tenants = raise_open_files_limit(), server_tls(config.engine_tls()), RequestTenants.of(config)
+    open_files, tls, tenants = raise_open_files_limit(), server_tls(engine_tls(config)), RequestTenants.of(config)
     with (
         _listening(config.engine.listen) as listener,
         exporting_spans(config, "kvtier-engine"),

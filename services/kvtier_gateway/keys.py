@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvtier.clock import MONOTONIC, WALL, Clock
 from kvtier.config import Config
+from kvtier.config.accepted import accepted_api_keys
 from kvtier.config.gateway import ApiKeyConfig
 from kvtier.system.token_bucket import TokenBucket
 from kvtier_gateway.http.api_errors import ApiError, retry_after
@@ -80,7 +81,7 @@ class ApiKeys:
 
         Raises `ConfigError`, and changes nothing, for keys that cannot be.
         """
-        accepted = config.accepted_api_keys()
+        accepted = accepted_api_keys(config)
         for name, table in config.api_keys.items():
             if name in self._clients:
                 self._clients[name].set(table)

@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
+from kvtier.config.accepted import gateway_files
+from kvtier.config.tls_files import gateway_tls
 from kvtier.errors import ConfigError
 from kvtier.net.address import reason_of
 from kvtier.net.certificates import Renewed, TlsFiles, client_context, server_context
@@ -80,7 +82,8 @@ class GatewayService:
         require_protected(config)
         require_usable(config)
         self._keys = ApiKeys(config)
-        token = None if table.engine_token is None else config.secret_of("gateway.engine_token", table.engine_token)
+        secret = config.references.secret
+        token = None if table.engine_token is None else secret("gateway.engine_token", table.engine_token)
         listening = _listening("listen", table.listen)
         self._stack.callback(listening.close)
         status_listening = _listening("status_listen", table.status_listen)
@@ -107,7 +110,7 @@ class GatewayService:
         self._api = Api(table, self._keys, self._fleet, prompts, dispatching, forwarding, stalls, metrics)
         status = Status(registry, self._fleet, self._api.health)
         await self._serve(status_listening, status.answer, _STATUS_CONNECTIONS, None)
-        files = config.gateway_tls()
+        files = gateway_tls(config)
         context = None if files is None else renewing_context(files)
         self._server, self._listener = await self._serve(listening, self._api.answer, table.max_connections, context)
         scheme = "http" if files is None else "https"
@@ -119,14 +122,14 @@ class GatewayService:
         self._stack.callback(pool.close)
         tokens = None
         if table.tokenizer is not None:
-            tokens = PromptTokens(config.resolve_path(table.tokenizer), int(table.tokens_bytes))
+            tokens = PromptTokens(config.references.path(table.tokenizer), int(table.tokens_bytes))
         prompts = Prompts(tokens, TenantHashers(config), pool)
         self._stack.callback(prompts.close)
         return prompts
 
     def files(self, config: Config) -> list[Path]:
         """Returns the files that say whom the gateway lets in and which engines there are."""
-        return config.gateway_files()
+        return gateway_files(config)
 
     def take(self, config: Config) -> None:
         """Lets in those who have keys in this configuration, and sends requests to its engines, from now on. The rest
@@ -166,7 +169,7 @@ class GatewayService:
         ca = table.engine_tls_ca
         tls: ssl.SSLContext | bool = True
         if ca is not None:
-            tls = client_context(TlsFiles(ca=self._config.resolve_path(ca)))
+            tls = client_context(TlsFiles(ca=self._config.references.path(ca)))
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=tls, ttl_dns_cache=10),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=table.connect_timeout_s),

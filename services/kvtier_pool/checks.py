@@ -1,8 +1,10 @@
 """What `kvtier config check` says of a pool's settings."""
 
 from collections.abc import Iterable
+from functools import partial
 
 from kvtier.config import Config
+from kvtier.config.accepted import accepted_certificates, accepted_tokens, require_clients
 from kvtier.config.findings import (
     Finding,
     Severity,
@@ -31,9 +33,9 @@ def pool_findings(config: Config) -> Iterable[Finding]:
     if not is_of_a_pool(config):
         return
     yield from errors_of(
-        config.require_clients,
-        config.accepted_tokens,
-        config.accepted_certificates,
+        partial(require_clients, config),
+        partial(accepted_tokens, config),
+        partial(accepted_certificates, config),
         config.redis_password,
         lambda: require_protected(config),
         lambda: config.storage_seals(config.tenants),
@@ -71,7 +73,7 @@ def _disk(config: Config) -> Iterable[Finding]:
         return
     yield from room_on_disk(
         "pool_service.disk_bytes",
-        config.resolve_path(table.disk_dir),
+        config.references.path(table.disk_dir),
         int(table.disk_bytes),
         int(table.disk_reserve_bytes),
         "pool_service.disk_reserve_bytes",

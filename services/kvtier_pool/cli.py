@@ -16,6 +16,7 @@ import typer
 from kvtier.build.span_export import exporting_spans
 from kvtier.cli.options import LogFormat, LogLevel, with_log_options
 from kvtier.config import Config, load_config, parse_config
+from kvtier.config.accepted import accepted_tokens
 from kvtier.config.findings import log_warnings
 from kvtier.config.reloading import Reloader
 from kvtier.errors import ConfigError
@@ -183,7 +184,7 @@ def configured(file: Path | None, flags: dict[str, Any], tenants: list[str]) -> 
     )
     if not tenants:
         return base.model_copy(update={"pool_service": merged.pool_service})
-    merged.accepted_tokens()  # what is wrong with them is said of the command line, not of the file
+    accepted_tokens(merged)  # what is wrong with them is said of the command line, not of the file
     replaced = ("pool_service", "tenants", "operators", "observers")
     return base.model_copy(update={name: getattr(merged, name) for name in replaced})
 

@@ -11,6 +11,7 @@ from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import Array
 
 from kvtier.config import OVERRIDE_PREFIX, load_config, nearest
+from kvtier.config.accepted import token_digest
 from kvtier.config.credentials import TokenConfig, token_id
 from kvtier.errors import ConfigError
 
@@ -106,7 +107,7 @@ class CredentialFile:
 
     def _id(self, name: str, entry: TokenConfig) -> str:
         try:
-            return token_id(self._config.token_digest(name, entry))
+            return token_id(token_digest(self._config, f"tenants.{name}.token_sha256", entry))
         except ConfigError:
             return entry.sha256
 

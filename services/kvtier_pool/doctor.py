@@ -17,6 +17,7 @@ from kvtier.clock import MONOTONIC
 from kvtier.codec.sealed_form import NO_SEALS
 from kvtier.config import Config
 from kvtier.config.findings import size_words
+from kvtier.config.tls_files import pool_service_tls
 from kvtier.errors import ConfigError, KvtierError, UnauthenticatedError
 from kvtier.net.address import Address, open_connection
 from kvtier.net.tls import ServerTls
@@ -35,7 +36,7 @@ def pool_looks(config: Config, file: Path | None) -> Iterable[Look]:
     if not is_of_a_pool(config):
         return
     if table.disk_dir is not None:
-        folder = config.resolve_path(table.disk_dir)
+        folder = config.references.path(table.disk_dir)
         settings = FolderSettings(
             "pool_service.disk_dir",
             folder,
@@ -91,7 +92,7 @@ def _redis(config: Config) -> Iterable[Line]:
 
 
 def _certificates(config: Config) -> Iterable[Line]:
-    files = config.pool_service_tls()
+    files = pool_service_tls(config)
     if files is None:
         return
     ServerTls(files).check()
@@ -114,7 +115,7 @@ def _serving(config: Config, file: Path | None) -> Iterable[Line]:
     if table.http_listen.endswith(":0"):
         yield Line(Level.NOTE, key, f"{listens}; how it is cannot be asked, as http_listen takes any port")
         return
-    scheme = "http" if config.pool_service_tls() is None else "https"
+    scheme = "http" if pool_service_tls(config) is None else "https"
     url = f"{scheme}://{reachable(table.http_listen)}"
     try:
         status, text, _ = healthz(url, _HTTP_S)

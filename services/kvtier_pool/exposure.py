@@ -1,6 +1,7 @@
 """What a pool refuses to begin with: tokens and blocks in the clear on a network, unless somebody has said so."""
 
 from kvtier.config import Config
+from kvtier.config.tls_files import pool_service_tls
 from kvtier.errors import ConfigError
 from kvtier.net.address import Address, is_loopback
 
@@ -15,7 +16,7 @@ def require_protected(config: Config) -> None:
     in_clear = tokens_in_clear(config)
     if table.metrics_access == "observer" and in_clear is not None:
         raise ConfigError(f"pool_service.metrics_access: nobody could read /metrics: {in_clear}")
-    if table.insecure or config.pool_service_tls() is not None:
+    if table.insecure or pool_service_tls(config) is not None:
         return
     for field, addresses in (("listen", table.listen), ("grpc_listen", table.grpc_listen)):
         for text in addresses:
@@ -31,7 +32,7 @@ def tokens_in_clear(config: Config) -> str | None:
     """Why nobody may send a token to the HTTP port, and what to do; None: one may be sent."""
     table = config.pool_service
     host = table.http_listen.rpartition(":")[0].strip("[]")
-    is_protected = table.insecure or config.pool_service_tls() is not None
+    is_protected = table.insecure or pool_service_tls(config) is not None
     if is_protected or is_loopback(host):
         return None
     return (

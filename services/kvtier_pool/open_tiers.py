@@ -45,7 +45,7 @@ def open_lower_tiers(config: Config, seals: StorageSeals, hub: EventHub, metrics
     with ExitStack() as undo:
         if table.disk_dir is not None:
             disk = DiskTier.open(
-                config.resolve_path(table.disk_dir),
+                config.references.path(table.disk_dir),
                 int(table.disk_bytes),
                 reserve_bytes=int(table.disk_reserve_bytes),
                 on_event=hub.publish,

@@ -12,8 +12,10 @@ from prometheus_client import CollectorRegistry
 from kvtier.clock import MONOTONIC
 from kvtier.codec.sealed_form import StorageSeals
 from kvtier.config import Config
+from kvtier.config.accepted import accepted_certificates, accepted_tokens, pool_files, require_clients
 from kvtier.config.pool_service import PoolServiceConfig
 from kvtier.config.tenant import ShareConfig
+from kvtier.config.tls_files import pool_service_tls
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import TenantId, tenant_id
 from kvtier.memory import memfd
@@ -93,10 +95,10 @@ class PoolService:
             are no good; an address or the folder cannot be had.
         """
         config, table, limits = self._config, self._config.pool_service, self._limits
-        config.require_clients()
+        require_clients(config)
         require_protected(config)
-        authenticator = Authenticator(config.accepted_tokens(), config.accepted_certificates())
-        tls = config.pool_service_tls()
+        authenticator = Authenticator(accepted_tokens(config), accepted_certificates(config))
+        tls = pool_service_tls(config)
         registry = CollectorRegistry()
         describe_process(registry)
         metrics = PoolMetrics(registry)
@@ -169,8 +171,8 @@ class PoolService:
         return addresses
 
     def files(self, config: Config) -> list[Path]:
-        """Returns the files that say whom the pool lets in: see `Config.pool_files`."""
-        return config.pool_files()
+        """Returns the files that say whom the pool lets in: see `kvtier.config.accepted`."""
+        return pool_files(config)
 
     def note(self, event: str, **fields: str) -> None:
         """Writes a line into the audit log."""
@@ -185,7 +187,7 @@ class PoolService:
         pool has, for more new tenants than it has threads for, for storage keys that cannot be, and for a tenant's
         first ones.
         """
-        tokens, certificates, names = config.accepted_tokens(), config.accepted_certificates(), tenant_names(config)
+        tokens, certificates, names = accepted_tokens(config), accepted_certificates(config), tenant_names(config)
         if len(names) > self._calls.most_tenants:
             raise ConfigError(
                 f"tenants: {len(names)}, and this pool can take {self._calls.most_tenants} until it is started anew: "
@@ -314,7 +316,7 @@ def _audit_of(config: Config, metrics: PoolMetrics) -> AuditLog:
     table = config.pool_service
     if table.audit_log == "stderr":
         return AuditLog(None, metrics)
-    file = config.resolve_path(table.audit_log)
+    file = config.references.path(table.audit_log)
     try:
         require_writable(file)
     except OSError as error:
@@ -349,7 +351,7 @@ def _recorder_of(config: Config, metrics: PoolMetrics) -> TraceRecorder | None:
     table = config.pool_service
     if table.record_trace is None:
         return None
-    path = config.resolve_path(table.record_trace)
+    path = config.references.path(table.record_trace)
     recorder = TraceRecorder(path, _described(table), max_bytes=int(table.record_trace_bytes))
     metrics.trace_dropped.set_function(lambda: recorder.num_dropped)
     return recorder

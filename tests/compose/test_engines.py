@@ -9,6 +9,7 @@ import pytest
 
 from compose_rig import ROOT, Stack
 from kvtier.config import load_config, parse_config, token_sha256
+from kvtier.config.accepted import accepted_tokens
 from kvtier_engine.demo.ask import post
 from kvtier_engine.demo.demo_model import demo_model_path
 from kvtier_engine.demo.stage import TENANTS, Stage
@@ -68,7 +69,7 @@ def test_what_the_documentation_shows_works_together(tmp_path: Path) -> None:
     (tenant,) = engine.engine_tenants()
     secret, token = engine.chain_secret(tenant), engine.pool_token(tenant)
     assert token is not None
-    assert [(t.digest, t.name) for t in pool.accepted_tokens()] == [(token_sha256(token), tenant)]
+    assert [(t.digest, t.name) for t in accepted_tokens(pool)] == [(token_sha256(token), tenant)]
     assert secret not in (token.encode(), *(value.encode() for value in pools.values()))
 
 

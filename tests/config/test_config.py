@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import Config, load_config, parse_config, token_sha256
+from kvtier.config.accepted import accepted_tokens, pool_files, require_clients
 from kvtier.config.credentials import AcceptedToken, Role
 from kvtier.config.tiers import CacheConfig
+from kvtier.config.tls_files import pool_tls
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import tenant_id
 
@@ -42,7 +44,7 @@ def test_a_full_file(path: Path) -> None:
     assert config.host.capacity_bytes == 256 * 2**20
     assert config.chain_secret("red") == ENVIRON["RED_SECRET"].encode()
     assert config.pool_token("red") == "red-token"
-    assert config.accepted_tokens() == [AcceptedToken(token_sha256("blue-token"), Role.TENANT, "blue")]
+    assert accepted_tokens(config) == [AcceptedToken(token_sha256("blue-token"), Role.TENANT, "blue")]
     with pytest.raises(ValueError, match="frozen"):
         config.pool.address = "elsewhere"  # type: ignore[misc]
 
@@ -158,14 +160,14 @@ def test_a_secret_that_is_missing_or_empty(
 def test_the_digest_of_no_token_is_refused(nothing: str) -> None:
     table = {"red": {"token_sha256": [token_sha256(nothing)]}}
     with pytest.raises(ConfigError, match=r"tenants\.red\.token_sha256: the digest of an empty token"):
-        parse_config({"tenants": table}, source="x", environ={}).accepted_tokens()
+        accepted_tokens(parse_config({"tenants": table}, source="x", environ={}))
 
 
 def test_tenants_must_not_share_a_token() -> None:
     digest = token_sha256("same")
     tenants = {"red": {"token_sha256": [digest]}, "blue": {"token_sha256": [digest]}}
     with pytest.raises(ConfigError, match="the same token"):
-        parse_config({"tenants": tenants}, source="k.toml", environ={}).accepted_tokens()
+        accepted_tokens(parse_config({"tenants": tenants}, source="k.toml", environ={}))
 
 
 @pytest.mark.parametrize(
@@ -230,13 +232,13 @@ def test_tokens_of_all_roles(tmp_path: Path) -> None:
     )
     (tmp_path / "ann").write_text(three)
     config = load_config(tmp_path / "k.toml", {})
-    assert config.accepted_tokens() == [
+    assert accepted_tokens(config) == [
         AcceptedToken(one, Role.TENANT, "red"),
         AcceptedToken(two, Role.TENANT, "red", 1_798_761_600.0),
         AcceptedToken(three, Role.OPERATOR, "ann"),
         AcceptedToken(four, Role.OBSERVER, "bob"),
     ]
-    assert config.pool_files() == [tmp_path / "k.toml", tmp_path / "ann"]
+    assert pool_files(config) == [tmp_path / "k.toml", tmp_path / "ann"]
 
 
 def test_no_two_roles_share_a_token(tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_no_two_roles_share_a_token(tmp_path: Path) -> None:
         f'[tenants.a]\ntoken_sha256 = ["{digest}"]\n[operators.a]\ntoken_sha256 = ["{digest}"]\n'
     )
     with pytest.raises(ConfigError, match=r"operators\.a\.token_sha256: the same token as tenant 'a'"):
-        load_config(tmp_path / "k.toml", {}).accepted_tokens()
+        accepted_tokens(load_config(tmp_path / "k.toml", {}))
 
 
 def test_an_engine_needs_a_tenant() -> None:
@@ -267,7 +269,7 @@ def test_tenants_of_a_gateway() -> None:
 
 def test_a_pool_needs_a_token() -> None:
     with pytest.raises(ConfigError, match="nobody could use the pool"):
-        parse_config({"tenants": {"red": {}}}, source="k.toml", environ={}).require_clients()
+        require_clients(parse_config({"tenants": {"red": {}}}, source="k.toml", environ={}))
 
 
 def test_the_password_of_the_redis_comes_from_elsewhere() -> None:
@@ -313,20 +315,20 @@ def test_one_address_may_stand_for_a_list() -> None:
 def test_a_key_without_a_ca_is_not_ignored() -> None:
     config = parse_config({"pool": {"tls_key": "engine.key"}}, source="x", environ={})
     with pytest.raises(ConfigError, match=r"pool\.tls_key: needs tls_ca"):
-        config.pool_tls()
+        pool_tls(config)
 
 
 @pytest.mark.parametrize("address", ["pool.example:7600", "10.0.0.7:7600", "[2001:db8::1]:7600", "grpc:0.0.0.0:7601"])
 def test_no_engine_sends_its_token_over_a_network_in_the_clear(address: str) -> None:
     """Not even as its second way, which it takes when the Unix socket cannot be had."""
     ways = ["unix:/run/kvtier/pool.sock", "127.0.0.1:7600", "grpc:[::1]:7601", "localhost:7600"]
-    assert parse_config({"pool": {"address": ways}}, source="x", environ={}).pool_tls() is None
+    assert pool_tls(parse_config({"pool": {"address": ways}}, source="x", environ={})) is None
     exposed = {"address": [*ways, address]}
     config = parse_config({"pool": exposed}, source="x", environ={})
     with pytest.raises(ConfigError, match=re.escape(f"to {address} in the clear")):
-        config.pool_tls()
+        pool_tls(config)
     for allowed in ({"insecure": True}, {"tls_ca": "ca.pem"}):
-        parse_config({"pool": exposed | allowed}, source="x", environ={}).pool_tls()
+        pool_tls(parse_config({"pool": exposed | allowed}, source="x", environ={}))
 
 
 @pytest.mark.parametrize(

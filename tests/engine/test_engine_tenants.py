@@ -16,6 +16,7 @@ from cache_pool import TOKENS, CachePool
 from certificates import Authority
 from engine_process import CONFIG, NO_KEEP_ALIVE, PATIENCE_S, EngineProcess, engine_process
 from kvtier.config import parse_config
+from kvtier.config.accepted import accepted_engine_keys
 from kvtier.errors import ConfigError
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1"
@@ -173,13 +174,13 @@ def test_whose_requests_are_is_said_in_one_way() -> None:
     tenants: dict[str, object] = {"red": {}, "blue": {}}
     config = parse_config({"tenants": tenants, "api_keys": keys}, source="k.toml", environ={})
     assert config.engine_tenants() == ["red"]
-    assert [key.name for key in config.accepted_engine_keys()] == ["red"]
+    assert [key.name for key in accepted_engine_keys(config)] == ["red"]
     with pytest.raises(ConfigError, match=r"tenant: missing; only `kvtier engine` knows tenants by \[api_keys\.\*\]"):
         config.only_tenant()
     behind = {"gateway_tenants": ["blue"], "tenants": tenants, "api_keys": keys}
     config = parse_config(behind, source="k.toml", environ={})
-    assert (config.engine_tenants(), config.accepted_engine_keys()) == (["blue"], []), "they are the gateway's clients"
+    assert (config.engine_tenants(), accepted_engine_keys(config)) == (["blue"], []), "they are the gateway's clients"
     keys["bob"] = {"tenant": "blue", "key_sha256": [digest(KEYS["red"])]}
     twice = parse_config({"tenants": tenants, "api_keys": keys}, source="k.toml", environ={})
     with pytest.raises(ConfigError, match=r"api_keys\.bob\.key_sha256: the same .* 'red'"):
-        twice.accepted_engine_keys()
+        accepted_engine_keys(twice)

@@ -9,6 +9,8 @@ from cryptography.hazmat.primitives import serialization
 
 from certificates import Authority
 from kvtier.config import Config, parse_config
+from kvtier.config.accepted import accepted_certificates, accepted_tokens
+from kvtier.config.tls_files import pool_service_tls, pool_tls
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import tenant_id
 from kvtier.net.certificates import Renewed, TlsFiles, client_context, server_context
@@ -28,11 +30,11 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     service = {"tls_certificate": "pool.pem", "tls_key": "/etc/pool.key", "tls_client_ca": "ca.pem"}
     engine = {"tls_certificate": "e.pem", "tls_key": "e.key", "tls_ca": "ca.pem", "tls_server_name": "pool"}
     config = parse(tmp_path, pool_service=service, pool=engine)
-    assert config.pool_service_tls() == TlsFiles(
+    assert pool_service_tls(config) == TlsFiles(
         certificate=tmp_path / "pool.pem", key=Path("/etc/pool.key"), ca=tmp_path / "ca.pem"
     )
-    assert config.pool_tls() == TlsFiles(certificate=tmp_path / "e.pem", key=tmp_path / "e.key", ca=tmp_path / "ca.pem")
-    assert parse(tmp_path).pool_tls() is parse(tmp_path).pool_service_tls() is None
+    assert pool_tls(config) == TlsFiles(certificate=tmp_path / "e.pem", key=tmp_path / "e.key", ca=tmp_path / "ca.pem")
+    assert pool_tls(parse(tmp_path)) is pool_service_tls(parse(tmp_path)) is None
 
 
 def test_a_certificate_stands_for_the_token(tmp_path: Path) -> None:
@@ -53,7 +55,7 @@ def test_a_certificate_stands_for_the_token(tmp_path: Path) -> None:
 )
 def test_an_engine_s_half_of_a_configuration(tmp_path: Path, pool: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse(tmp_path, pool=pool).pool_tls()
+        pool_tls(parse(tmp_path, pool=pool))
 
 
 @pytest.mark.parametrize(
@@ -79,18 +81,18 @@ def test_a_pool_s_half_of_a_configuration(
     tenants = {"red": {"token_sha256": [DIGEST]} | tenant}
     config = parse(tmp_path, pool_service=service, tenants=tenants)
     with pytest.raises(ConfigError, match=message):
-        (config.pool_service_tls(), config.accepted_certificates())
+        (pool_service_tls(config), accepted_certificates(config))
 
 
 def test_names_in_certificates_are_one_tenant_s(tmp_path: Path) -> None:
     tenants = {"red": {"certificate_names": ["a.example", "spiffe://a"]}, "blue": {"certificate_names": ["b.example"]}}
     service = {"tls_client_ca": "ca.pem"}
     config = parse(tmp_path, tenants=tenants, pool_service=service)
-    assert config.accepted_certificates() == {"a.example": "red", "spiffe://a": "red", "b.example": "blue"}
-    assert [token.name for token in config.accepted_tokens()] == [], "nobody needs one"
+    assert accepted_certificates(config) == {"a.example": "red", "spiffe://a": "red", "b.example": "blue"}
+    assert [token.name for token in accepted_tokens(config)] == [], "nobody needs one"
     tenants["blue"]["certificate_names"].append("a.example")
     with pytest.raises(ConfigError, match=r"'a\.example' is also of tenant 'red'"):
-        parse(tmp_path, tenants=tenants, pool_service=service).accepted_certificates()
+        accepted_certificates(parse(tmp_path, tenants=tenants, pool_service=service))
 
 
 def encrypted(pem: bytes) -> bytes:

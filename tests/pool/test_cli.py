@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import Config, token_sha256
+from kvtier.config.accepted import accepted_tokens
+from kvtier.config.tls_files import pool_service_tls
 from kvtier.errors import ConfigError
 from kvtier_pool.cli import configured
 from kvtier_pool.limits import PoolLimits
@@ -31,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 def disk_dir(config: Config) -> Path:
     assert config.pool_service.disk_dir is not None
-    return config.resolve_path(config.pool_service.disk_dir)
+    return config.references.path(config.pool_service.disk_dir)
 
 
 def test_options_win_over_the_file_and_the_environment(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +41,7 @@ def test_options_win_over_the_file_and_the_environment(path: Path, monkeypatch: 
     monkeypatch.setenv("KVTIER__POOL_SERVICE__MEMORY_BYTES", "3MiB")
     config = configured(path, {"memory_bytes": "4MiB"}, [])
     assert (config.pool_service.memory_bytes, config.pool_service.num_threads) == (4 << 20, 7)
-    assert [(token.digest, token.name) for token in config.accepted_tokens()] == [(RED, "red")]
+    assert [(token.digest, token.name) for token in accepted_tokens(config)] == [(RED, "red")]
     assert config.redis_password() == "hush", "from a file beside that of the configuration"
 
 
@@ -50,13 +52,13 @@ def test_paths_are_relative_to_where_they_are_named(path: Path, monkeypatch: pyt
     assert disk_dir(configured(path, {}, [])) == path.parent / "blocks"
     config = configured(path, {"disk_dir": Path("here"), "tls_key": Path("/etc/pool.key")}, [])
     assert disk_dir(config) == elsewhere / "here"
-    files = config.pool_service_tls()
+    files = pool_service_tls(config)
     assert files is not None
     assert (files.certificate, files.key) == (path.parent / "pool.pem", Path("/etc/pool.key"))
 
 
 def test_tenants_of_the_command_line_replace_those_of_the_file(path: Path) -> None:
-    tokens = configured(path, {}, [f"blue={BLUE}"]).accepted_tokens()
+    tokens = accepted_tokens(configured(path, {}, [f"blue={BLUE}"]))
     assert [(token.digest, token.name) for token in tokens] == [(BLUE, "blue")]
 
 

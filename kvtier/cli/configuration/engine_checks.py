@@ -40,7 +40,7 @@ def _disk(config: Config) -> Iterable[Finding]:
     if disk.directory is None:
         yield from without_effect(config, "disk", fields_of(config, "disk"), "directory")
         return
-    folder = config.resolve_path(disk.directory)
+    folder = config.references.path(disk.directory)
     yield from room_on_disk(
         "disk.capacity_bytes", folder, int(disk.capacity_bytes), int(disk.reserve_bytes), "disk.reserve_bytes"
     )

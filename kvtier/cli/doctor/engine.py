@@ -13,6 +13,7 @@ from kvtier.cli.stats.facts import Facts, facts_of
 from kvtier.cli.stats.requested import ENGINE
 from kvtier.cli.stats.samples import fetch, metrics_url
 from kvtier.config import Config
+from kvtier.config.tls_files import pool_tls
 from kvtier.errors import KvtierError
 from kvtier.net.address import GRPC_PREFIX, UNIX_PREFIX, Address
 
@@ -28,7 +29,7 @@ def engine_looks(config: Config, file: Path | None) -> Iterable[Look]:
         return
     disk, pool = config.disk, config.pool
     if disk.directory is not None:
-        folder = config.resolve_path(disk.directory)
+        folder = config.references.path(disk.directory)
         settings = FolderSettings(
             "disk.directory",
             folder,
@@ -96,7 +97,7 @@ def _facts(config: Config) -> Facts | None:
 
 
 def _certificates(config: Config) -> Iterable[Line]:
-    files = config.pool_tls()
+    files = pool_tls(config)
     if files is None:
         return
     for key, path in (("pool.tls_ca", files.ca), ("pool.tls_certificate", files.certificate)):

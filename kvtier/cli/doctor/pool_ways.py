@@ -10,6 +10,7 @@ from kvtier.cli.doctor.pool_failures import MOST_S, failure_line
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.config.findings import size_words
+from kvtier.config.tls_files import pool_tls
 from kvtier.errors import ConfigError, KvtierError, UnauthenticatedError
 from kvtier.identity.keys import tenant_id
 from kvtier.metrics import Metrics
@@ -43,7 +44,7 @@ def pool_lines(config: Config, ways: list[Way]) -> Iterable[Line]:
     :param ways: takes what was found for the first tenant.
     """
     deadline = MONOTONIC() + _ALL_S
-    tls = client_tls(config.pool_tls(), config.pool.tls_server_name)
+    tls = client_tls(pool_tls(config), config.pool.tls_server_name)
     first, *others = config.engine_tenants()
     ways.extend(try_way(config, first, address, tls, deadline) for address in sorted(config.pool.address, key=rank))
     works = next((way for way in ways if way.failure is None), None)

@@ -40,7 +40,7 @@ class Places:
         if not self.urls:
             raise ConfigError("nowhere to ask: every port is 0; name one with --url host:port")
         self.ca = ca or _ca_of(settings)
-        self.token = None if token is None else settings.secret_of("--token", token)
+        self.token = None if token is None else settings.references.secret("--token", token)
 
     def ask(self) -> list[Heard]:
         """Asks all at once. Blocks as long as the slowest takes, some seconds at most; raises nothing that they do."""
@@ -74,4 +74,4 @@ def _configured(config: Config) -> list[str]:
 
 
 def _ca_of(config: Config) -> Path | None:
-    return None if config.pool.tls_ca is None else config.resolve_path(config.pool.tls_ca)
+    return None if config.pool.tls_ca is None else config.references.path(config.pool.tls_ca)

@@ -7,6 +7,7 @@ from typing import Self
 from starlette.requests import Request as HttpRequest
 
 from kvtier.config import Config
+from kvtier.config.accepted import accepted_engine_keys
 from kvtier.config.credentials import AcceptedToken
 from kvtier_engine.api.http_requests import ApiError
 from kvtier_engine.api.requests import SamplingBody
@@ -24,7 +25,7 @@ class RequestTenants:
     @classmethod
     def of(cls, config: Config) -> Self:
         """Returns who is served. Raises `ConfigError` where keys are no good."""
-        keys = config.accepted_engine_keys()
+        keys = accepted_engine_keys(config)
         return cls(None if keys or config.gateway_tenants else config.tenant, keys)
 
     @property

@@ -6,6 +6,7 @@ import socket
 import threading
 
 from kvtier.config import Config
+from kvtier.config.tls_files import pool_service_tls
 from kvtier.errors import LimitExceededError, UnavailableError
 from kvtier.identity.keys import TenantId
 from kvtier.net.address import Address
@@ -66,7 +67,7 @@ class BlockServer:
         self._clients = clients
         self._rates = rates
         self._turns = turns if turns is not None else FairTurns()
-        tls = config.pool_service_tls()
+        tls = pool_service_tls(config)
         self._tls = None if tls is None else ServerTls(tls)
         self._listeners: list[Listener] = []
         """Owner only."""

@@ -8,6 +8,7 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvtier.config import Config
+from kvtier.config.tls_files import pool_service_tls
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.net.address import UNIX_PREFIX
 from kvtier.net.certificates import Renewed, TlsFiles, read_pem, server_context
@@ -63,7 +64,7 @@ class PoolServer:
         self._connections = callers.connections
         self._listen = table.grpc_listen
         self._access = SocketAccess(table.socket_mode, table.socket_group)
-        self._tls = config.pool_service_tls()
+        self._tls = pool_service_tls(config)
 
     def start(self) -> tuple[str, ...]:
         """Listens and serves; returns the addresses with real ports. `ConfigError` when one cannot be bound."""

@@ -1,0 +1,62 @@
+"""What a configuration names outside itself: secrets in variables and files, and paths beside its own file."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtier.config.fields import OVERRIDE_PREFIX
+from kvtier.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class References:
+    """Where one configuration comes from: what its references mean, and how its errors name the place of a mistake."""
+
+    source: str = "configuration"
+    """What errors call the configuration."""
+    folder: Path = Path()
+    """The folder that relative paths are relative to."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """The variables that `env:NAME` refers to, and those that have set keys."""
+    file: Path | None = None
+    """The file that the configuration was loaded from."""
+    _read: dict[str, str] = field(default_factory=dict)
+    """Secrets that have been read, by reference: a file is read once, for it may be a pipe."""
+
+    def path(self, path: Path) -> Path:
+        """A path of the configuration: relative ones are relative to its folder."""
+        return self.folder / path.expanduser()
+
+    def secret(self, key: str, reference: str) -> str:
+        """The secret that `env:NAME` or `file:PATH` refers to. Raises `ConfigError`, which names the key, or the
+        option of a command, that it is for."""
+        if reference in self._read:
+            return self._read[reference]
+        scheme, _, name = reference.partition(":")
+        if scheme == "env":
+            value = self.environ.get(name, "").strip()
+            remedy = f"environment variable {name} is missing or empty; export it"
+        elif scheme == "file":
+            path = self.folder / name
+            try:
+                value = path.read_text().strip()
+            except (OSError, ValueError) as error:
+                raise self.error_about(key, f"cannot read {path}: {error}") from error
+            remedy = f"file {path} is empty; write the secret into it"
+        else:
+            raise self.error_about(key, 'use "env:NAME" or "file:PATH": secrets do not belong into the file itself')
+        if not value:
+            raise self.error_about(key, remedy)
+        self._read[reference] = value
+        return value
+
+    def files(self, references: Iterable[str]) -> list[Path]:
+        """The configuration's own file, if it has one, and those that the `file:PATH` among `references` name."""
+        named = [self.folder / text.removeprefix("file:") for text in references if text.startswith("file:")]
+        return [*([self.file] if self.file is not None else []), *named]
+
+    def error_about(self, key: str, text: str) -> ConfigError:
+        """Returns an error about a key, which names the variable that has set it, or else the file."""
+        variable = OVERRIDE_PREFIX + key.partition("[")[0].upper().replace(".", "__")
+        source = f"environment variable {variable}" if variable in self.environ else self.source
+        return ConfigError(f"{source}: {key}: {text}")
