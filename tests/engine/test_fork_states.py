@@ -98,8 +98,9 @@ class _Forks(RuleBasedStateMachine):
             return
         self.rig.block_pool.check()
         scheduler = self.rig.scheduler
-        held = Counter(b for request in (*scheduler._running, *scheduler._loading) for b in request.block_ids)
-        held.update(block for blocks in self.rig.cache._saves.values() for block in blocks)
+        held = Counter(b for request in scheduler.requests.begun for b in request.block_ids)
+        if self.rig.cache._saves is not None:
+            held.update(block for blocks in self.rig.cache._saves.held.values() for block in blocks)
         references = {b.block_id: b.references for b in self.rig.block_pool._blocks if b.references}
         assert references == held
 
@@ -108,7 +109,7 @@ class _Forks(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         contents: dict[tuple[int, int], int] = {}
-        for request in self.rig.scheduler._running:
+        for request in self.rig.scheduler.requests.running:
             for position, token in enumerate(request.tokens[: request.num_computed]):
                 place = request.block_ids[position // 4], position % 4
                 assert contents.setdefault(place, token) == token

@@ -88,12 +88,12 @@ def test_branches_share_blocks_until_they_write(make_rig: MakeRig) -> None:
     rig.cache._copy_on_write._copy_tokens = lambda *copied: (copies.append(copied), rig.kv.copy_tokens(*copied))[0]
     rig.add(prompt(18), 3, temperature=1.0, num_branches=3)
     rig.step()
-    tables = [request.block_ids for request in rig.scheduler._running]
+    tables = [request.block_ids for request in rig.scheduler.requests.running]
     assert tables[0] == tables[1] == tables[2]
     assert rig.block_pool.num_blocks - rig.block_pool.num_free == 5
     rig.step()
     assert [num_tokens for _, _, num_tokens in copies] == [2, 2]
-    tables = [request.block_ids for request in rig.scheduler._running]
+    tables = [request.block_ids for request in rig.scheduler.requests.running]
     assert all(table[:4] == tables[0][:4] for table in tables)
     assert len({table[4] for table in tables}) == 3
     rig.run()
@@ -118,8 +118,8 @@ def test_a_request_waits_for_places_for_all_its_branches(make_rig: MakeRig) -> N
     first = rig.add(prompt(10), 12, num_branches=3)
     second = rig.add(prompt(10, seed=1), 4, num_branches=2)
     rig.step()
-    assert len(rig.scheduler._running) == 3
-    while len(rig.scheduler._running) <= 4 and rig.scheduler.num_unfinished:
+    assert len(rig.scheduler.requests.running) == 3
+    while len(rig.scheduler.requests.running) <= 4 and rig.scheduler.num_unfinished:
         rig.step()
     assert not rig.scheduler.num_unfinished, "never more than four"
     assert list(rig.done) == [first, second]

@@ -48,7 +48,7 @@ def test_the_first_block_is_reused_in_part_too_but_not_by_another_tenant(make_ri
     assert index is not None
     assert stranger.hasher is not None
     request = rig.add(differing)
-    waiting = rig.scheduler._waiting[0]
+    waiting = rig.scheduler.requests.waiting[0]
     waiting.hasher = stranger.hasher
     waiting.keys = stranger.hasher.hash_blocks(differing)
     rig.run()

@@ -48,7 +48,7 @@ def test_cancelled_requests_give_everything_back(make_rig: MakeRig, pool: Tier, 
 
 
 def _num_tokens(rig: EngineRig) -> int:
-    return sum(len(request.tokens) for request in rig.scheduler._running)
+    return sum(len(request.tokens) for request in rig.scheduler.requests.running)
 
 
 class _Recorder:
@@ -116,7 +116,7 @@ def test_more_requests_than_may_run_wait_their_turn(make_rig: MakeRig) -> None:
     rig = make_rig(tiers=False, max_running=2)
     ids = [rig.add(prompt(10, seed=i)) for i in range(5)]
     rig.step()
-    assert len(rig.scheduler._running) == 2
+    assert len(rig.scheduler.requests.running) == 2
     rig.run()
     assert list(rig.done) == ids
     assert all(rig.done[i + 1].token_ids == judge(prompt(10, seed=i)) for i in range(5))

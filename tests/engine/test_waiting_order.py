@@ -54,7 +54,7 @@ def test_who_waits_for_a_prefix_goes_on_when_it_is_given_up(make_rig: MakeRig) -
     rig = make_rig(tiers=False, cache_aware=True, max_batch_tokens=8)
     first, second = rig.add(prompt(40), 4), rig.add([*prompt(40), 7], 4)
     rig.step()
-    assert len(rig.scheduler._waiting) == 1
+    assert len(rig.scheduler.requests.waiting) == 1
     rig.scheduler.cancel(first)
     rig.run()
     assert rig.done[second].token_ids == judge([*prompt(40), 7], 4)
@@ -76,7 +76,7 @@ def test_the_longest_cached_prefix_begins_first(make_rig: MakeRig) -> None:
     rig.ask(prompt(24, seed=2))
     strangers = [rig.add(prompt(16, seed=10 + i), 1) for i in range(2)]
     short, long = rig.add([*prompt(24, seed=2), 3], 1), rig.add([*prompt(40, seed=1), 3], 1)
-    for request in rig.scheduler._waiting:
+    for request in rig.scheduler.requests.waiting:
         request.arrived_at = 0.0  # all at once
     rig.run()
     assert list(rig.done)[2:] == [long, short, *strangers]
@@ -93,12 +93,12 @@ def test_a_cached_prefix_passes_who_came_before_it_by_as_long_as_computing_it_ta
     order._tokens_per_s = 10.0  # so a prefix of 40 is worth 4 s
     order.note_computed = lambda *_: None  # type: ignore[method-assign]
     stranger = rig.add(prompt(16, seed=9), 1)
-    rig.scheduler._waiting[-1].arrived_at = now
+    rig.scheduler.requests.waiting[-1].arrived_at = now
     waited_s = 0.0
     while stranger not in rig.done:
         for _ in range(2):
             rig.add([*prompt(40, seed=1), 3], 1)
-            rig.scheduler._waiting[-1].arrived_at = now
+            rig.scheduler.requests.waiting[-1].arrived_at = now
         now += 0.5
         waited_s += 0.5
         rig.step()

@@ -31,6 +31,11 @@ class PartialHit:
     block_id: int | None
     """The device block that it is in; None when it has to be fetched from below."""
 
+    @property
+    def is_below(self) -> bool:
+        """Whether it has to be fetched."""
+        return self.block_id is None
+
 
 class PartialReuse:
     """Finds partial hits. Scheduler thread only; nothing blocks.

@@ -6,21 +6,18 @@ load (polled) -> running. After each step, full blocks get their keys and go dow
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 
 from kvtier.device.block_pool import BlockPool
 from kvtier.identity.keys import BlockKey
-from kvtier.offload import Block, Cleaner, Hierarchy, JobResult
-from kvtier.system.logs import within_request
-from kvtier.system.tracing import NO_CONTEXT, tracing
+from kvtier.offload import Cleaner, Hierarchy
 from kvtier_engine.events.kv_events import DEVICE, KVEvents
 from kvtier_engine.scheduling.copy_on_write import CopyOnWrite, CopyTokens
-from kvtier_engine.scheduling.fetch_planning import FetchPlanning, within_stage
+from kvtier_engine.scheduling.fetch_planning import FetchPlanning
+from kvtier_engine.scheduling.loads import Loads
 from kvtier_engine.scheduling.partial_reuse import PartialHit, PartialReuse, Unknown
 from kvtier_engine.scheduling.request import Request
+from kvtier_engine.scheduling.saves import Saves
 from kvtier_engine.scheduling.single_flight import SingleFlight
-
-__all__ = ["DEVICE", "Admission", "PrefixCache"]
 
 
 class Admission(enum.Enum):
@@ -33,24 +30,6 @@ class Admission(enum.Enum):
     meanwhile."""
     NO_ROOM = enum.auto()
     """Too few blocks are free: the next try is worth while when some are freed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    request: Request
-    first_block: int
-    blocks: list[Block]
-    """Blocks of the prompt, and then the one that is only reused in part, if that has to be fetched."""
-    partial: PartialHit | None = None
-    """What is reused behind the prompt's own blocks, if all of those arrive."""
-    findable: bool = True
-    """Whether what arrives gets its keys."""
-
-    @property
-    def own_blocks(self) -> list[Block]:
-        """The blocks of the prompt itself."""
-        is_fetched = self.partial is not None and self.partial.block_id is None
-        return self.blocks[:-1] if is_fetched else self.blocks
 
 
 class PrefixCache:
@@ -88,19 +67,17 @@ class PrefixCache:
         self._copy_on_write = CopyOnWrite(block_pool, tokens_per_block, copy_tokens)
         self._events = events
         self._computing = SingleFlight() if single_flight else None
-        self._loads: dict[int, _Load] = {}
-        """The loads under way, by job."""
-        self._loading: set[BlockKey] = set()
-        """The blocks of `_loads` that will be findable."""
-        self._saves: dict[int, list[int]] = {}
-        """Blocks referenced for the sake of a copy, by job."""
-        self._unsaved: dict[str, list[Block]] = {}
-        """Became full in this step, by the trace that they belong to."""
+        self._loads: Loads | None = None
+        self._saves: Saves | None = None
+        if hierarchy is not None and self._planning is not None:
+            self._loads = Loads(block_pool, hierarchy, self._planning, tokens_per_block, self._note_full)
+            self._saves = Saves(block_pool, hierarchy)
 
     @property
     def copies_hold_blocks(self) -> bool:
         """Whether blocks will become free without anybody giving up anything."""
-        return bool(self._saves) or (self._cleaner is not None and self._cleaner.num_held > 0)
+        is_saving = self._saves is not None and bool(self._saves.held)
+        return is_saving or (self._cleaner is not None and self._cleaner.num_held > 0)
 
     @property
     def num_free(self) -> int:
@@ -169,23 +146,21 @@ class PrefixCache:
         is_alone: bool,
     ) -> Admission:
         """Counts what is on the device, and starts the load of what is below."""
-        num_loaded = num_fetched + (partial is not None and partial.block_id is None)
-        self._count_hits(request, len(hits), partial if not num_loaded else None)
-        if hits and self._hierarchy is not None:
-            used = list(zip(request.keys, hits, strict=False))
-            self._hold(self._hierarchy.note_hits(used), used)
-        if not num_loaded or self._hierarchy is None:
+        is_loaded = num_fetched > 0 or (partial is not None and partial.is_below)
+        request.num_published = len(hits)
+        request.num_computed = len(hits) * self.tokens_per_block
+        if hits:
+            request.count_cached(DEVICE, request.num_computed)
+        if partial is not None and not is_loaded:
+            request.num_computed += partial.num_tokens
+            request.count_cached(DEVICE, partial.num_tokens)
+        if hits and self._saves is not None:
+            self._saves.note_hits(list(zip(request.keys, hits, strict=False)))
+        if not is_loaded or self._loads is None:
             request.counted = True
             return Admission.RUNNING
-        own = request.keys[len(hits) : len(hits) + num_fetched]
-        keys = own if num_loaded == num_fetched or partial is None else [*own, partial.key]
-        blocks = list(zip(keys, fresh, strict=False))
-        if request.spans is not None:
-            request.spans.enter("fetch", blocks=len(blocks))
-        with within_stage(request), within_request(request.log_id):
-            request.job_id = self._hierarchy.start_load(blocks, by_layer=self._layerwise_loads and is_alone)
-        self._loads[request.job_id] = _Load(request, len(hits), blocks, partial)
-        self._loading.update(own)
+        positions = range(len(hits), len(hits) + num_fetched)
+        self._loads.start(request, positions, fresh, partial, by_layer=self._layerwise_loads and is_alone)
         return Admission.LOADING
 
     def fork(self, parent: Request, branch: Request) -> None:
@@ -218,12 +193,11 @@ class PrefixCache:
         request.hash_blocks(num_full, self.tokens_per_block)
         became_full = range(request.num_published, min(num_full, len(request.keys)))
         if became_full:
-            trace = NO_CONTEXT if request.spans is None else request.spans.context
-            unsaved = self._unsaved.setdefault(trace, [])
-            for index in became_full:
-                block = (request.keys[index], request.block_ids[index])
-                self._block_pool.assign_key(block[1], block[0])
-                unsaved.append(block)
+            blocks = [(request.keys[index], request.block_ids[index]) for index in became_full]
+            for key, block_id in blocks:
+                self._block_pool.assign_key(block_id, key)
+            if self._saves is not None:
+                self._saves.note_full(request, blocks)
             self._note_full(request, became_full)
         request.num_published = num_full
 
@@ -234,16 +208,9 @@ class PrefixCache:
             self._hierarchy.note_computed(num_prompt_tokens / self.tokens_per_block, seconds)
 
     def end_step(self) -> None:
-        """Sends what was published down, keeps the cold end of the free queue copied, and tells what is where now.
-
-        What was published goes in one batch, and what is of traced requests in one for each of them.
-        The blocks are referenced until they are copied, so that nobody writes to them meanwhile.
-        """
-        if self._hierarchy is not None:
-            for trace, blocks in self._unsaved.items():
-                with tracing.within(trace):
-                    self._hold(self._hierarchy.save_full(blocks), blocks)
-        self._unsaved.clear()
+        """Sends what was published down, keeps the cold end of the free queue copied, and tells what is where now."""
+        if self._saves is not None:
+            self._saves.start()
         if self._cleaner is not None:
             self._cleaner.step()
         if self._events is not None:
@@ -251,16 +218,16 @@ class PrefixCache:
 
     def poll(self) -> list[Request]:
         """Takes in what the hierarchy has finished; returns the requests whose loads are over."""
-        if self._hierarchy is None:
+        if self._hierarchy is None or self._loads is None or self._saves is None:
             return []
         loaded = []
         for result in self._hierarchy.poll():
             if self._cleaner is not None and self._cleaner.take(result):
                 continue
             if result.kind == "save":
-                self._block_pool.free(self._saves.pop(result.job_id))
+                self._saves.end(result.job_id)
             else:
-                loaded.append(self._end_load(result))
+                loaded.append(self._loads.end(result))
         return loaded
 
     def release(self, request: Request) -> None:
@@ -281,8 +248,8 @@ class PrefixCache:
 
     def cancel_load(self, request: Request) -> None:
         """Asks for the end of a load. `poll` returns the request as soon as its blocks are left alone."""
-        if self._hierarchy is not None and request.job_id is not None:
-            self._hierarchy.cancel(request.job_id)
+        if self._loads is not None:
+            self._loads.cancel(request)
 
     def reset(self, begun: Iterable[Request]) -> int:
         """Forgets every block, here and in the engine's own tiers; returns how many were findable here.
@@ -293,8 +260,8 @@ class PrefixCache:
         for request in begun:
             request.hasher = None
             request.keys.clear()
-        self._loads = {job_id: replace(load, findable=False) for job_id, load in self._loads.items()}
-        self._loading.clear()
+        if self._loads is not None:
+            self._loads.forget()
         if self._computing is not None:
             self._computing.clear()
         if self._partial_reuse is not None:
@@ -304,12 +271,6 @@ class PrefixCache:
         if self._events is not None:
             self._events.note_reset()
         return self._block_pool.reset()
-
-    def _hold(self, save_id: int | None, blocks: list[Block]) -> None:
-        """Keeps the blocks of a save as they are until it has read them."""
-        if save_id is not None:
-            self._saves[save_id] = [block_id for _, block_id in blocks]
-            self._block_pool.acquire(self._saves[save_id])
 
     def _max_hits(self, request: Request) -> int:
         return min(len(request.keys), (len(request.tokens) - 1) // self.tokens_per_block)
@@ -328,7 +289,7 @@ class PrefixCache:
             self._cleaner.note_waited()
 
     def _is_on_its_way(self, key: BlockKey) -> bool:
-        return key in self._loading or (self._computing is not None and key in self._computing)
+        return any(blocks is not None and key in blocks for blocks in (self._loads, self._computing))
 
     def _num_to_fetch(self, request: Request, num_hits: int, max_hits: int) -> int | None:
         if self._planning is None:
@@ -345,45 +306,3 @@ class PrefixCache:
             self._partial_reuse.note_full(request, blocks)
         if self._events is not None:
             self._events.note_full(request.keys, request.tokens, blocks)
-
-    def _end_load(self, result: JobResult) -> Request:
-        """Blocks before the first failed one are hits; the rest is computed, what arrived of it too."""
-        load = self._loads.pop(result.job_id)
-        request, own = load.request, load.own_blocks
-        num_good = min(result.failed, default=len(load.blocks))
-        partial = load.partial if num_good == len(load.blocks) else None
-        num_own = min(num_good, len(own))
-        request.job_id = None
-        request.num_published = load.first_block + num_own
-        request.num_computed = request.num_published * self.tokens_per_block
-        if load.findable:
-            for key, block_id in own[:num_own]:
-                self._block_pool.assign_key(block_id, key)
-            self._loading.difference_update(key for key, _ in own)
-            self._note_full(request, range(load.first_block, request.num_published))
-        if not request.counted:
-            if self._planning is not None:
-                self._planning.count_loaded(result.tiers[: len(own)], num_own)
-            for tier in result.tiers[:num_own]:
-                _count(request, tier, self.tokens_per_block)
-        if partial is not None:
-            self._count_partial(request, partial, DEVICE if partial.block_id is not None else result.tiers[-1])
-        request.counted = True
-        return request
-
-    def _count_hits(self, request: Request, num_hits: int, partial: PartialHit | None) -> None:
-        request.num_published = num_hits
-        request.num_computed = num_hits * self.tokens_per_block
-        if num_hits and not request.counted:
-            _count(request, DEVICE, request.num_computed)
-        if partial is not None:
-            self._count_partial(request, partial, DEVICE)
-
-    def _count_partial(self, request: Request, partial: PartialHit, tier: str) -> None:
-        request.num_computed += partial.num_tokens
-        if not request.counted:
-            _count(request, tier, partial.num_tokens)
-
-
-def _count(request: Request, tier: str, num_tokens: int) -> None:
-    request.cached_by_tier[tier] = request.cached_by_tier.get(tier, 0) + num_tokens

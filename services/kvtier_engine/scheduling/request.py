@@ -298,6 +298,11 @@ class Request:
         tokens: npt.NDArray[np.int32] = np.array(self.tokens[: span.stop * tokens_per_block], dtype=np.int32)
         return [_previous_keys(each, tokens, span.start) for each in self.hasher.previous]
 
+    def count_cached(self, tier: str, num_tokens: int) -> None:
+        """Counts prompt tokens that were not computed, since this tier had them; only before `counted`."""
+        if not self.counted:
+            self.cached_by_tier[tier] = self.cached_by_tier.get(tier, 0) + num_tokens
+
     def completions(self, reason: FinishReason) -> list[Completion]:
         """The end of this branch, and of those that were to be forked from it."""
         return [self._completion(reason, branch) for branch in range(self.branch, self.branch + self.num_places)]

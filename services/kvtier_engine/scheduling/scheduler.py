@@ -1,6 +1,5 @@
 """Continuous batching: which request computes how many tokens in each step."""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -10,11 +9,13 @@ from torch import Tensor
 from kvtier.clock import MONOTONIC, Clock
 from kvtier_engine.model.llama import Chunk
 from kvtier_engine.model.paged_kv import PagedKV
+from kvtier_engine.scheduling.answers import Answers
+from kvtier_engine.scheduling.branching import Branching
 from kvtier_engine.scheduling.compute_times import ComputeTimes
 from kvtier_engine.scheduling.metrics import EngineMetrics
 from kvtier_engine.scheduling.prefix_cache import Admission, PrefixCache
-from kvtier_engine.scheduling.request import Completion, FinishReason, NewToken, Request, Stage
-from kvtier_engine.scheduling.sampling import logprobs_of, sample
+from kvtier_engine.scheduling.request import FinishReason, Request, Stage
+from kvtier_engine.scheduling.staged_requests import StagedRequests
 from kvtier_engine.scheduling.waiting_order import LongestPrefixFirst
 
 _WARM_UP_TOKENS = 64
@@ -72,16 +73,15 @@ class Scheduler:
         self._settings, self._clock = settings or SchedulerSettings(), clock
         self._compute_times = ComputeTimes(asynchronous=kv.tensor.device.type != "cpu")
         self._waiting_order = LongestPrefixFirst(cache, clock) if self._settings.order == "cache_aware" else None
-        self._waiting: deque[Request] = deque()
-        self._loading: list[Request] = []
-        """Ended ones too, until their blocks are left alone."""
-        self._running: list[Request] = []
-        """Running requests in the order of their arrival."""
+        self.requests = StagedRequests(cache, metrics)
+        """All that have not ended, by stage."""
+        self._answers = Answers(metrics, self._clock)
+        self._branching = Branching(self.requests, cache, self._answers)
 
     @property
     def num_unfinished(self) -> int:
         """Requests that hold or want blocks."""
-        return len(self._waiting) + len(self._loading) + len(self._running)
+        return len(self.requests)
 
     @property
     def max_running(self) -> int:
@@ -104,7 +104,7 @@ class Scheduler:
         """Queues a request. It must fit into the blocks alone, with its whole answer."""
         started = self._clock()
         request.hash_blocks(len(request.tokens) // self._cache.tokens_per_block, self._cache.tokens_per_block)
-        self._waiting.append(request)
+        self.requests.waiting.append(request)
         hashed_s = self._clock() - started
         self._metrics.cache_seconds.inc(hashed_s)
         self._metrics.step_seconds.inc(hashed_s)
@@ -112,35 +112,35 @@ class Scheduler:
     def cancel(self, request_id: int, reason: FinishReason = "cancelled", branch: int | None = None) -> None:
         """Ends a request early, or one branch of it; beams, which wait for each other, only together. Unknown ones have
         ended already."""
-        for request in (*self._waiting, *self._loading, *self._running):
+        for request in self.requests:
             is_meant = branch in (None, request.branch) or request.search is not None
             if request.request_id == request_id and is_meant:
                 self._end(request, reason)
 
     def reset_cache(self) -> int:
         """Forgets all cached blocks (`PrefixCache.reset`); those that wait ask again. Returns the device's number."""
-        for request in self._waiting:
+        for request in self.requests.waiting:
             self._cache.cancel_lookup(request)
-        return self._cache.reset((*self._loading, *self._running))
+        return self._cache.reset(self.requests.begun)
 
     def end_all(self) -> None:
         """Ends every request early."""
-        for request in (*self._waiting, *self._loading, *self._running):
+        for request in self.requests:
             self._end(request, "cancelled")
 
     def abandon_all(self, reason: FinishReason) -> None:
         """Tells all requesters that it is over, and leaves their blocks as they are: for an engine that ends."""
-        for request in (*self._waiting, *self._loading, *self._running):
-            self._tell(request, reason)
+        for request in self.requests:
+            self._answers.end(request, reason)
 
     def step(self) -> bool:
         """Computes one batch. False when there was nothing to compute: then tiers or new requests come first."""
         started = self._clock()
-        self._take_loaded()
+        self.requests.take_loaded()
         self._admit()
         plan = self._plan()
-        self._metrics.running.set(len(self._running))
-        self._metrics.waiting.set(len(self._waiting) + len(self._loading))
+        self._metrics.running.set(len(self.requests.running))
+        self._metrics.waiting.set(len(self.requests.waiting) + len(self.requests.loading))
         if not plan:
             self._compute_times.end_idle_step()
             self._cache.end_step()
@@ -168,70 +168,47 @@ class Scheduler:
                 self._cache.note_computed(booked.num_tokens, booked.seconds)
         return True
 
-    def _take_loaded(self) -> None:
-        for request in self._cache.poll():
-            self._loading.remove(request)
-            if request.stage is Stage.ENDED:
-                self._cache.release(request)
-            else:
-                self._run(request)
-
     def _park(self) -> bool:
         """Takes the blocks of beams that only wait for others of their search, which may have no room without."""
-        idle = [request for request in self._running if request.num_to_compute == 0] if self._waiting else []
+        if not self.requests.waiting:
+            return False
+        idle = [request for request in self.requests.running if request.num_to_compute == 0]
         for request in idle:
-            self._preempt(request)
+            self.requests.preempt(request)
         return bool(idle)
-
-    def _preempt(self, request: Request) -> None:
-        self._running.remove(request)
-        self._cache.release(request)
-        request.stage = Stage.WAITING
-        if request.spans is not None:
-            request.spans.enter("queue", preempted=True)
-        self._waiting.appendleft(request)
-        self._metrics.preemptions.inc()
-
-    def _run(self, request: Request) -> None:
-        if request.spans is not None:
-            request.spans.enter("prefill", tokens=request.num_to_compute)
-        request.stage = Stage.RUNNING
-        self._running.append(request)
-        self._running.sort(key=lambda r: r.order)
 
     def _admit(self) -> None:
         """Starts waiting requests in order; one that has to wait for a tier is passed by others."""
         later: list[Request] = []
-        num_places = self._settings.max_running - sum(r.num_places for r in (*self._loading, *self._running))
-        if num_places > 0 and len(self._waiting) > 1 and self._waiting_order is not None:
-            self._waiting_order.sort(self._waiting)
-        while self._waiting and self._waiting[0].num_places <= num_places:
-            request = self._waiting.popleft()
+        num_places = self._settings.max_running - sum(r.num_places for r in self.requests.begun)
+        if num_places > 0 and len(self.requests.waiting) > 1 and self._waiting_order is not None:
+            self._waiting_order.sort(self.requests.waiting)
+        while self.requests.waiting and self.requests.waiting[0].num_places <= num_places:
+            request = self.requests.waiting.popleft()
             if request.search is not None and request.search.awaits_others(request.branch):
                 later.append(request)
                 continue
             num_places -= request.num_places
-            is_alone = not (self._running or self._loading or self._waiting or later)
+            is_alone = not (self.requests or later)
             admission = self._cache.admit(request, is_alone=is_alone)
             if admission is Admission.RUNNING:
-                self._run(request)
+                self.requests.run(request)
             elif admission is Admission.LOADING:
-                request.stage = Stage.LOADING
-                self._loading.append(request)
+                self.requests.load(request)
             else:
                 later.append(request)
                 if admission is Admission.NO_ROOM:
                     break
-        self._waiting.extendleft(reversed(later))
+        self.requests.waiting.extendleft(reversed(later))
 
     def _plan(self) -> list[tuple[Request, int]]:
         """(request, number of tokens) of the next batch."""
-        for request in tuple(self._running):
+        for request in tuple(self.requests.running):
             if request.stage is Stage.RUNNING:
                 self._make_room(request)
         budget = self._settings.max_batch_tokens
         plan: list[tuple[Request, int]] = []
-        for request in sorted(self._running, key=lambda r: r.num_to_compute > 1):
+        for request in sorted(self.requests.running, key=lambda r: r.num_to_compute > 1):
             num_tokens = min(request.num_to_compute, self._cache.num_writable(request), budget)
             if num_tokens > 0:
                 plan.append((request, num_tokens))
@@ -242,10 +219,10 @@ class Scheduler:
         """Blocks for all tokens of `request`, if need be those of later ones; else it sits out this step."""
         while not self._cache.grow(request):
             # Copies end within milliseconds by themselves; then giving up anything would be a waste.
-            if self._cache.copies_hold_blocks or len(self._running) == 1:
+            if self._cache.copies_hold_blocks or len(self.requests.running) == 1:
                 return
-            victim = self._running[-1]
-            self._preempt(victim)
+            victim = self.requests.running[-1]
+            self.requests.preempt(victim)
             if victim is request:
                 return
 
@@ -270,80 +247,14 @@ class Scheduler:
                     request.search.offer(request.branch, logits[row])
                     sampled.append(request)
                     continue
-                branches = [request, *self._fork(request)]
+                branches = [request, *self._branching.fork(request)]
                 for branch in branches:
-                    self._sample(branch, logits[row])
+                    self._answers.sample(branch, logits[row])
                 sampled += branches
         for request in sampled:
             if request.search is not None and request.search.is_ready:
-                self._advance(request)
+                self._branching.advance(request)
         return sampled
-
-    def _advance(self, request: Request) -> None:
-        """One token more for all beams of the search of which `request` is one; some go on in several ways."""
-        search, beams = request.search, self._branches(request.request_id)
-        assert search is not None
-        self._note_first_token(request)
-        continuations = search.advance({beam.branch: beam.tokens[beam.num_prompt_tokens :] for beam in beams.values()})
-        going_on = {continuation.parent for continuation in continuations}
-        for beam in beams.values():
-            beam.num_unforked = 0
-            if beam.branch not in going_on:
-                self._withdraw(beam)
-                beam.stage = Stage.ENDED
-        for parent, branch, token_id in continuations:
-            if branch != parent:
-                self._fork_beam(beams[parent], branch).tokens.append(token_id)
-        for parent, branch, token_id in continuations:
-            if branch == parent:
-                beams[parent].tokens.append(token_id)
-        if not continuations:
-            self._conclude(request, request.found())
-
-    def _fork_beam(self, parent: Request, branch: int) -> Request:
-        """A beam that lost its blocks while others were computed has none to share: what it forks begins anew, too."""
-        forked = parent.fork(branch)
-        if parent.stage is Stage.RUNNING and parent.num_to_compute == 0:
-            self._cache.fork(parent, forked)
-            self._running.append(forked)
-            self._running.sort(key=lambda r: r.order)
-        else:
-            forked.stage = Stage.WAITING
-            self._waiting.appendleft(forked)
-        return forked
-
-    def _branches(self, request_id: int) -> dict[int, Request]:
-        every = (*self._waiting, *self._loading, *self._running)
-        return {r.branch: r for r in every if r.request_id == request_id and r.stage is not Stage.ENDED}
-
-    def _fork(self, request: Request) -> list[Request]:
-        """The branches that part here, if there are any."""
-        forked = [request.fork(request.branch + 1 + index) for index in range(request.num_unforked)]
-        request.num_unforked = 0
-        for branch in forked:
-            self._cache.fork(request, branch)
-        if forked:
-            self._running += forked
-            self._running.sort(key=lambda r: r.order)
-        return forked
-
-    def _sample(self, request: Request, logits: Tensor) -> None:
-        token_id, num_top, logprobs = sample(logits, request), request.sampling.num_top, None
-        request.tokens.append(token_id)
-        if request.constraint is not None:
-            request.constraint.accept(token_id)
-        if num_top is not None:
-            logprobs = logprobs_of(logits, token_id, num_top)
-            request.logprobs.append(logprobs)
-        self._note_first_token(request)
-        if request.on_token is not None:
-            request.on_token(NewToken(token_id, request.branch, logprobs))
-
-    def _note_first_token(self, request: Request) -> None:
-        if request.ttft_s is None:
-            request.ttft_s = self._clock() - request.arrived_at
-            if request.spans is not None and request.branch == 0:
-                request.spans.first_token()
 
     def _end_if_over(self, request: Request) -> None:
         num_answer = request.num_answer_tokens
@@ -355,33 +266,5 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason) -> None:
         """Tells the requester, and gives blocks back, those of a load as soon as it leaves them alone."""
         if request.stage is not Stage.ENDED:
-            self._withdraw(request)
-            self._tell(request, reason)
-
-    def _withdraw(self, request: Request) -> None:
-        if request.stage is Stage.WAITING:
-            self._waiting.remove(request)
-            self._cache.cancel_lookup(request)
-        elif request.stage is Stage.LOADING:
-            self._cache.cancel_load(request)
-        else:
-            self._running.remove(request)
-            self._cache.release(request)
-
-    def _tell(self, request: Request, reason: FinishReason) -> None:
-        if request.stage is not Stage.ENDED:
-            request.stage = Stage.ENDED
-            self._conclude(request, request.completions(reason))
-
-    def _conclude(self, request: Request, completions: list[Completion]) -> None:
-        unfinished = request.unfinished
-        unfinished.num_branches -= len(completions)
-        unfinished.num_answer_tokens += sum(len(completion.token_ids) for completion in completions)
-        if not unfinished.num_branches:
-            last, num_answer_tokens = completions[-1], unfinished.num_answer_tokens
-            self._metrics.count(last, num_answer_tokens)
-            if request.spans is not None:
-                attributes = last.attributes() | {"answer_tokens": num_answer_tokens}
-                request.spans.end(attributes, failed=last.finish_reason == "failed")
-        for completion in completions:
-            request.on_done(completion)
+            self.requests.withdraw(request)
+            self._answers.end(request, reason)
