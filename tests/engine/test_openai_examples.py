@@ -1,16 +1,14 @@
 """The examples of OpenAI's documentation, run by their client against an engine that is served as users serve it."""
 
 import json
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from engine_process import EngineProcess, engine_process, official_client
+from engine_process import MODEL_NAME, EngineProcess
 
-MODEL: Any = "SmolLM2-135M-Instruct.Q4_1"
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -32,21 +30,9 @@ TIME: Any = {"type": "function", "function": {"name": "get_time"}}
 ASK: Any = {"role": "user", "content": "What is the weather like in Paris today?"}
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    with engine_process(tmp_path_factory.mktemp("engine"), KVTIER__ENGINE__NUM_THREADS="1") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(engine: EngineProcess) -> Iterator[openai.OpenAI]:
-    with official_client(str(engine.client.base_url)) as official:
-        yield official
-
-
-def test_a_chat_with_a_developer(client: openai.OpenAI) -> None:
-    completion = client.chat.completions.create(
-        model=MODEL,
+def test_a_chat_with_a_developer(official: openai.OpenAI) -> None:
+    completion = official.chat.completions.create(
+        model=MODEL_NAME,
         messages=[
             {"role": "developer", "content": "You are a helpful assistant."},
             {"role": "user", "content": "Hello!"},
@@ -56,17 +42,17 @@ def test_a_chat_with_a_developer(client: openai.OpenAI) -> None:
     )
     assert completion.choices[0].message.role == "assistant"
     assert completion.choices[0].message.tool_calls is None
-    stream = client.chat.completions.create(
-        model=MODEL, messages=[ASK], max_completion_tokens=8, temperature=0, stream=True
+    stream = official.chat.completions.create(
+        model=MODEL_NAME, messages=[ASK], max_completion_tokens=8, temperature=0, stream=True
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 
 
-def test_completions_of_several_prompts(client: openai.OpenAI, engine: EngineProcess) -> None:
+def test_completions_of_several_prompts(official: openai.OpenAI, engine: EngineProcess) -> None:
     prompts = ["Say this is a test", "The sea is", "The sea is"]
-    ask: Any = {"model": MODEL, "max_tokens": 7, "temperature": 0}
-    alone = [client.completions.create(**ask, prompt=prompt) for prompt in prompts]
-    together = client.completions.create(**ask, prompt=prompts, n=2)
+    ask: Any = {"model": MODEL_NAME, "max_tokens": 7, "temperature": 0}
+    alone = [official.completions.create(**ask, prompt=prompt) for prompt in prompts]
+    together = official.completions.create(**ask, prompt=prompts, n=2)
     texts = [answer.choices[0].text for answer in alone for _ in range(2)]
     assert [choice.text for choice in together.choices] == texts
     assert [choice.index for choice in together.choices] == list(range(6))
@@ -74,7 +60,7 @@ def test_completions_of_several_prompts(client: openai.OpenAI, engine: EnginePro
     assert together.usage.prompt_tokens == sum(answer.usage.prompt_tokens for answer in alone if answer.usage)
     assert together.usage.completion_tokens == 6 * 7
     streamed = [""] * 6
-    for chunk in client.completions.create(
+    for chunk in official.completions.create(
         **ask, prompt=prompts, n=2, stream=True, stream_options={"include_usage": True}
     ):
         for choice in chunk.choices:
@@ -85,19 +71,19 @@ def test_completions_of_several_prompts(client: openai.OpenAI, engine: EnginePro
     whole = engine.complete(prompt=["a", "The sea is"], max_tokens=1, return_prompt_token_ids=True)["kvtier"]
     ids = whole["prompt_token_ids_by_choice"]
     assert whole["prompt_token_ids"] == ids[0]
-    of_ids = client.completions.create(**ask, prompt=ids, best_of=2, seed=1)
+    of_ids = official.completions.create(**ask, prompt=ids, best_of=2, seed=1)
     assert [choice.text for choice in of_ids.choices] == [
-        client.completions.create(**ask, prompt="a").choices[0].text,
+        official.completions.create(**ask, prompt="a").choices[0].text,
         texts[2],
     ]
     with pytest.raises(openai.BadRequestError, match="more than the"):
-        client.completions.create(**ask, prompt=["a", "a " * 2000])
+        official.completions.create(**ask, prompt=["a", "a " * 2000])
 
 
-def test_a_tool_is_called_and_its_result_is_used(client: openai.OpenAI) -> None:
+def test_a_tool_is_called_and_its_result_is_used(official: openai.OpenAI) -> None:
     messages: list[Any] = [ASK]
-    first = client.chat.completions.create(
-        model=MODEL, messages=messages, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=False
+    first = official.chat.completions.create(
+        model=MODEL_NAME, messages=messages, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=False
     )
     choice = first.choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
@@ -107,7 +93,7 @@ def test_a_tool_is_called_and_its_result_is_used(client: openai.OpenAI) -> None:
     assert call.function.name in ("get_weather", "get_time")
     assert set(json.loads(call.function.arguments)) in ({"location", "units"}, set())
     messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "14"}]
-    second = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER, TIME], max_tokens=8)
+    second = official.chat.completions.create(model=MODEL_NAME, messages=messages, tools=[WEATHER, TIME], max_tokens=8)
     assert second.choices[0].message.content or second.choices[0].message.tool_calls
     assert second.usage is not None
     assert first.usage is not None
@@ -116,13 +102,13 @@ def test_a_tool_is_called_and_its_result_is_used(client: openai.OpenAI) -> None:
     assert (second.usage.prompt_tokens_details.cached_tokens or 0) >= first.usage.prompt_tokens
 
 
-def test_a_named_tool_streams_the_arguments_that_it_has_whole(client: openai.OpenAI) -> None:
-    ask: Any = {"model": MODEL, "messages": [ASK], "tools": [WEATHER, TIME], "temperature": 0}
+def test_a_named_tool_streams_the_arguments_that_it_has_whole(official: openai.OpenAI) -> None:
+    ask: Any = {"model": MODEL_NAME, "messages": [ASK], "tools": [WEATHER, TIME], "temperature": 0}
     ask["tool_choice"] = {"type": "function", "function": {"name": "get_weather"}}
-    whole = client.chat.completions.create(**ask).choices[0]
+    whole = official.chat.completions.create(**ask).choices[0]
     assert whole.message.tool_calls is not None
     assert whole.message.tool_calls[0].type == "function"
-    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**ask, stream=True)]
+    chunks = [chunk.choices[0] for chunk in official.chat.completions.create(**ask, stream=True)]
     parts = [call for choice in chunks for call in choice.delta.tool_calls or []]
     assert [part.id is not None for part in parts] == [True] + [False] * (len(parts) - 1)
     assert len(parts) >= 2
@@ -154,26 +140,26 @@ class Verdict(BaseModel):
     right: bool
 
 
-def test_structured_outputs(client: openai.OpenAI) -> None:
+def test_structured_outputs(official: openai.OpenAI) -> None:
     messages: Any = [
         {"role": "system", "content": "You are a helpful math tutor."},
         {"role": "user", "content": "how can I solve 8x + 7 = -23"},
     ]
-    parsed = client.chat.completions.parse(model=MODEL, messages=messages, response_format=MathReasoning)
+    parsed = official.chat.completions.parse(model=MODEL_NAME, messages=messages, response_format=MathReasoning)
     assert isinstance(parsed.choices[0].message.parsed, MathReasoning)
-    again = client.chat.completions.parse(
-        model=MODEL,
+    again = official.chat.completions.parse(
+        model=MODEL_NAME,
         messages=[*messages, parsed.choices[0].message, {"role": "user", "content": "Check that."}],  # type: ignore[list-item]
         response_format=Verdict,
     )
     assert isinstance(again.choices[0].message.parsed, Verdict)
     tool = openai.pydantic_function_tool(GetWeather)
-    ask: Any = {"model": MODEL, "messages": [ASK], "tools": [tool], "tool_choice": "required"}
-    called = client.chat.completions.parse(**ask, parallel_tool_calls=False)
+    ask: Any = {"model": MODEL_NAME, "messages": [ASK], "tools": [tool], "tool_choice": "required"}
+    called = official.chat.completions.parse(**ask, parallel_tool_calls=False)
     calls = called.choices[0].message.tool_calls
     assert calls
     assert all(isinstance(call.function.parsed_arguments, GetWeather) for call in calls)
-    with client.chat.completions.stream(**ask, parallel_tool_calls=False) as stream:
+    with official.chat.completions.stream(**ask, parallel_tool_calls=False) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
     assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
@@ -181,14 +167,14 @@ def test_structured_outputs(client: openai.OpenAI) -> None:
     assert isinstance(final.choices[0].message.tool_calls[0].function.parsed_arguments, GetWeather)
 
 
-def test_tools_that_are_not_called_change_nothing_else(client: openai.OpenAI, engine: EngineProcess) -> None:
+def test_tools_that_are_not_called_change_nothing_else(official: openai.OpenAI, engine: EngineProcess) -> None:
     ask: dict[str, Any] = {"messages": [ASK], "max_tokens": 12, "return_prompt_token_ids": True}
     plain, none = engine.chat(**ask), engine.chat(**ask, tools=[WEATHER], tool_choice="none")
     assert none["kvtier"] == plain["kvtier"] | {"ttft_s": none["kvtier"]["ttft_s"]}
     told = engine.chat(**ask, tools=[WEATHER])
     assert len(told["kvtier"]["prompt_token_ids"]) > len(plain["kvtier"]["prompt_token_ids"]) + 100
-    with client.chat.completions.with_streaming_response.create(
-        model=MODEL, messages=[ASK], tools=[TIME], max_tokens=12, temperature=0, logprobs=True, stream=True
+    with official.chat.completions.with_streaming_response.create(
+        model=MODEL_NAME, messages=[ASK], tools=[TIME], max_tokens=12, temperature=0, logprobs=True, stream=True
     ) as response:
         events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
     entries = [each for e in events for c in e["choices"] if c["logprobs"] for each in c["logprobs"]["content"]]

@@ -1,7 +1,6 @@
 """Streams and stop sequences of a real model over HTTP: what comes piece by piece is what comes whole."""
 
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,24 +10,9 @@ import pytest
 from pydantic import BaseModel, Field
 
 from engine_http_rig import parse_event
-from engine_process import FRANCE, PATIENCE_S, EngineProcess, engine_process, official_client, until
+from engine_process import FRANCE, MODEL_NAME, PATIENCE_S, EngineProcess, engine_process, until
 
 COUNT = "Count to a million: 1, 2, 3,"
-MODEL_NAME = "SmolLM2-135M-Instruct.Q4_1"
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    # One thread: these tests ask for little, and several threads wait for each other on a busy machine.
-    with engine_process(tmp_path_factory.mktemp("engine"), KVTIER__ENGINE__NUM_THREADS="1") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def official(engine: EngineProcess) -> Iterator[openai.OpenAI]:
-    """OpenAI's own client."""
-    with official_client(str(engine.client.base_url)) as client:
-        yield client
 
 
 def test_a_streamed_chat(official: openai.OpenAI) -> None:

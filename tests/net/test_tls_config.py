@@ -1,6 +1,7 @@
 """What is wrong with certificates, keys and their configuration, said before anything is served."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def test_a_certificate_stands_for_the_token(tmp_path: Path) -> None:
     ("pool", "message"),
     [
         ({"tls_certificate": "e.pem", "tls_key": "e.key"}, "pool.tls_certificate: needs tls_ca"),
+        ({"tls_key": "e.key"}, "pool.tls_key: needs tls_ca"),
         ({"tls_server_name": "pool"}, "pool.tls_server_name: needs tls_ca"),
         ({"tls_ca": "ca.pem", "tls_key": "e.key"}, "tls_key without tls_certificate"),
         ({"tls_ca": "ca.pem", "tls_certificate": "e.pem"}, "tls_certificate without tls_key"),
@@ -56,6 +58,19 @@ def test_a_certificate_stands_for_the_token(tmp_path: Path) -> None:
 def test_an_engine_s_half_of_a_configuration(tmp_path: Path, pool: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         pool_tls(parse(tmp_path, pool=pool))
+
+
+@pytest.mark.parametrize("address", ["pool.example:7600", "10.0.0.7:7600", "[2001:db8::1]:7600", "grpc:0.0.0.0:7601"])
+def test_no_engine_sends_its_token_over_a_network_in_the_clear(address: str) -> None:
+    """Not even as its second way, which it takes when the Unix socket cannot be had."""
+    ways = ["unix:/run/kvtier/pool.sock", "127.0.0.1:7600", "grpc:[::1]:7601", "localhost:7600"]
+    assert pool_tls(parse_config({"pool": {"address": ways}}, source="x", environ={})) is None
+    exposed = {"address": [*ways, address]}
+    config = parse_config({"pool": exposed}, source="x", environ={})
+    with pytest.raises(ConfigError, match=re.escape(f"to {address} in the clear")):
+        pool_tls(config)
+    for allowed in ({"insecure": True}, {"tls_ca": "ca.pem"}):
+        pool_tls(parse_config({"pool": exposed | allowed}, source="x", environ={}))
 
 
 @pytest.mark.parametrize(

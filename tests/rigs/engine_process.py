@@ -22,6 +22,7 @@ from kvtier_engine.demo.demo_model import demo_model_path
 PATIENCE_S = 60.0
 NO_KEEP_ALIVE = httpx.Limits(max_keepalive_connections=0)
 """For clients that live longer than a test, which leaves no connection open."""
+MODEL_NAME = "SmolLM2-135M-Instruct.Q4_1"
 FRANCE = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 CONFIG = """
 tenant = "red"
@@ -47,6 +48,11 @@ class EngineProcess:
     client: httpx.Client
     first_page: str
     """The metrics before anybody asked for anything."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        assert self.client.base_url.port is not None
+        return self.client.base_url.host, self.client.base_url.port
 
     def chat(self, **body: Any) -> dict[str, Any]:
         return self.post("/v1/chat/completions", {"messages": FRANCE, "temperature": 0, **body})
