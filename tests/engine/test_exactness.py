@@ -15,7 +15,7 @@ from kvtier.config import Config, parse_config
 from kvtier.device.kv import HostMemoryKV
 from kvtier.system.processes import Service
 from kvtier_engine.demo.demo_model import demo_model_path
-from kvtier_engine.demo.document import messages, people
+from kvtier_engine.demo.document import age_of, asking, people
 from kvtier_engine.demo.stage import Stage
 from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.model_folder import open_model
@@ -58,7 +58,7 @@ def test_logits_after_a_pool_hit_equal_logits_after_a_device_hit(stage: Stage, p
     cache_dir = Path(os.environ.get("KVTIER__ENGINE__MODEL_CACHE_DIR", tmp_path / "models"))
     folder = open_model(demo_model_path(), cache_dir)
     model = LlamaModel(folder.config, load_weights(folder.weight_files, folder.config, DTYPE))
-    tokens = folder.tokenizer.encode_chat(messages(people()[3]))[:PROMPT_TOKENS]
+    tokens = folder.tokenizer.encode_chat(asking(people(), age_of(people()[3])))[:PROMPT_TOKENS]
     namespace = kv_namespace(folder.config, folder.weights_digest, DTYPE)
     num_cached = (len(tokens) - 1) // TOKENS_PER_BLOCK
     cached_tokens = num_cached * TOKENS_PER_BLOCK

@@ -12,7 +12,6 @@ from kvtier.errors import KvtierError
 class Vitals:
     """A process at one moment. Linux only."""
 
-    rss_bytes: int
     peak_rss_bytes: int
     """The largest that it has had since it began."""
     num_threads: int
@@ -23,10 +22,9 @@ class Vitals:
     def of(cls, pid: int) -> "Vitals":
         """Raises `KvtierError` when the process has ended."""
         fields = dict(line.split(":", 1) for line in _status(pid) if ":" in line)
-        if "VmRSS" not in fields:
+        if "VmHWM" not in fields:
             raise KvtierError(f"process {pid} has ended")
-        rss, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-        return cls(rss, peak, int(fields["Threads"]), _num_sockets(pid))
+        return cls(int(fields["VmHWM"].split()[0]) * 1024, int(fields["Threads"]), _num_sockets(pid))
 
 
 def _status(pid: int) -> Sequence[str]:

@@ -15,8 +15,6 @@ from kvtier.config.findings import (
 )
 from kvtier.system.memory import total_bytes
 
-_FEW_BLOCKS = 200
-
 
 def engine_findings(config: Config) -> Iterable[Finding]:
     """Looks at what kvtier's own engine, vLLM's and SGLang's plug-ins have in common."""

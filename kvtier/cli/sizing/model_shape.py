@@ -18,8 +18,6 @@ class ModelShape:
     """What decides how large the KV of a model is."""
 
     name: str
-    num_parameters: int | None
-    """The parameters of all weights, where the folder says so; None: it does not."""
     kv_values_per_token: int
     """Numbers that all layers keep for each token, however long the prompt is."""
     num_windowed_layers: int
@@ -53,7 +51,6 @@ def load_model_shape(folder: Path) -> ModelShape:
     full = _full_layers(text, layers)
     return ModelShape(
         name=folder.name,
-        num_parameters=_parameters(folder),
         kv_values_per_token=full * _values_per_layer(path, text),
         num_windowed_layers=layers - full,
     )
@@ -81,13 +78,3 @@ def _number(path: Path, text: Mapping[str, Any], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{path}: {name}: {value!r} is no whole number above 0, so the size of KV is not known")
     return value
-
-
-def _parameters(folder: Path) -> int | None:
-    """The parameters of the model, from the index of its weights or the sizes of its files; at two bytes each."""
-    index = folder / "model.safetensors.index.json"
-    try:
-        return int(json.loads(index.read_text())["metadata"]["total_size"]) // 2
-    except (OSError, ValueError, KeyError, TypeError):
-        sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
-        return sum(sizes) // 2 or None

@@ -213,21 +213,13 @@ class RedisTier:
         Counts all keys of the database, parts and other people's included, and the memory of all the server's data.
         """
         with self._guard:
-            servers = self._memory("usage")
+            servers = self._memory()
         return total(servers) if servers else Usage(0, 0, 0)
 
     def answers(self) -> bool:
         """Whether all servers answer now. One that does not often enough is left alone, which is logged."""
         with self._guard:
-            return bool(self._memory("usage"))
-
-    def policy_warning(self) -> str | None:
-        """What will go wrong with how the server makes room, and what to set there; None when nothing will.
-
-        Also None when the server does not tell. The first call that succeeds asks for it, and logs it.
-        """
-        with self._guard:
-            return self._warning_of(self._memory("policy"))
+            return bool(self._memory())
 
     def check(self) -> None:
         """Raises `ClosedError` after `close`, and verifies nothing: there are no books on this side."""
@@ -297,10 +289,13 @@ class RedisTier:
             return first
 
     def _look_at_policy(self, deadline: float) -> None:
-        """A server that does not tell is not a server that fails."""
+        """Logs what will go wrong with how a server makes room, and what to set there. A server that does not tell is
+        not a server that fails."""
         with contextlib.suppress(KvtierError):
-            if warning := self._warning_of(self._reports("policy", deadline)):
-                _log.warning("tier %s: %s", self._name, warning, extra={"tier": self._name})
+            warnings = (server.warning(ttl=self._form.ttl_ms > 0) for server in self._reports("policy", deadline))
+            if warning := next(filter(None, warnings), None):
+                text = f"Redis at {self._address} {warning}"
+                _log.warning("tier %s: %s", self._name, text, extra={"tier": self._name})
 
     def _unlink(self, op: str, names: Sequence[bytes], deadline: float) -> None:
         """Drops values, wherever they are."""
@@ -312,18 +307,12 @@ class RedisTier:
             statuses[place] = Status.MISS
         return statuses
 
-    def _warning_of(self, servers: Sequence[ServerMemory]) -> str | None:
-        for server in servers:
-            if warning := server.warning(ttl=self._form.ttl_ms > 0):
-                return f"Redis at {self._address} {warning}"
-        return None
-
-    def _memory(self, op: str) -> list[ServerMemory]:
+    def _memory(self) -> list[ServerMemory]:
         """What each server says; empty when one does not answer. One that forbids INFO is not one that fails."""
         try:
-            return self._reports(op, MONOTONIC() + self._call_timeout_s)
+            return self._reports("usage", MONOTONIC() + self._call_timeout_s)
         except KvtierError as error:
-            self._metrics.io_errors.labels(self._name, op, type(error).__name__).inc()
+            self._metrics.io_errors.labels(self._name, "usage", type(error).__name__).inc()
             return []
 
     def _reports(self, op: str, deadline: float) -> list[ServerMemory]:

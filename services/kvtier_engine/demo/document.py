@@ -66,10 +66,5 @@ def asking(persons: Sequence[Person], question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
-def messages(person: Person) -> list[dict[str, str]]:
-    """A chat that asks for the age of a person of the first edition, over about 3,000 tokens."""
-    return asking(people(), age_of(person))
-
-
 def age_of(person: Person) -> str:
     return f"How old is {person.name}? Answer in one sentence."
