@@ -20,7 +20,7 @@ CLIENT, TRACE = f"{9:016x}", f"{7:032x}"
 PROMPT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 12
 NUM_BLOCKS = 15
 WIDTH, LABELS, ROW, TOP, TOOK = 960, 250, 22, 34, 45
-"""Of the picture, its names, a row, what is above the rows, and the words behind a bar."""
+"""Pixels of the picture, its names, a row, what is above the rows, and the words behind a bar."""
 FIRST_PART = 0.72
 """The part of the width that is for the time until the prefill: it is short, and what the picture is about."""
 COLOURS = {"kvtier-engine": "#3b6ea5", "kvtier-pool": "#c2703d"}

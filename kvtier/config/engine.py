@@ -29,7 +29,7 @@ class EngineConfig(Section):
     allowed_hosts: list[str] = Field(default=[])
     """The names without a port by which clients call an engine that listens on a loopback address, and the hosts of
     web pages that may use it, beside `localhost` and loopback addresses: those of a proxy on this machine that hands on
-    the `Host` it was asked for. Who calls it by another name is refused, so that no web page reaches it."""
+    the `Host` it was asked for. A client that calls it by another name is refused, so that no web page reaches it."""
     tls_certificate: Path | None = None
     """Certificate chain, in PEM, of `listen`. Without, API keys, prompts and answers travel in the clear. Renewed files
     count from the next connection on."""

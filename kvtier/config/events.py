@@ -24,11 +24,11 @@ class EventsConfig(Section):
     `kvtier[events]`."""
 
     endpoint: Endpoint | None = None
-    """Where events are published (ZeroMQ, PUB): `tcp://127.0.0.1:5557`, or `ipc:///run/kvtier/events`. Without, there
-    are none, and ZeroMQ is not imported. Who reads them reads all tokens of prompts and answers."""
+    """The address at which events are published (ZeroMQ, PUB): `tcp://127.0.0.1:5557`, or `ipc:///run/kvtier/events`.
+    Left out: there are none, and ZeroMQ is not imported. Whoever reads them reads all tokens of prompts and answers."""
     replay_endpoint: Endpoint | None = None
-    """Where subscribers ask for batches that they have missed (ZeroMQ, ROUTER). Without, a subscriber that joins later
-    learns of a block only when it comes anew."""
+    """The address at which subscribers ask for batches that they have missed (ZeroMQ, ROUTER). Left out: a subscriber
+    that joins later learns of a block only when it comes anew."""
     insecure: bool = False
     """Whether an endpoint may be reached from other machines. ZeroMQ asks nobody for a password here, and encrypts
     nothing: for networks that you trust."""

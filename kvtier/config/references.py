@@ -10,7 +10,7 @@ from kvtier.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """Where one configuration comes from: what its references mean, and how its errors name the place of a mistake."""
+    """The origin of one configuration, which gives its references a meaning and its errors the place of a mistake."""
 
     source: str = "configuration"
     """What errors call the configuration."""

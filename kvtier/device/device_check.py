@@ -123,7 +123,8 @@ class DeviceCheck:
         return [sample[place] for place in _differing(there, here)]
 
     def _checksums(self, device_slots: Slots, prefixes: bytes) -> torch.Tensor:
-        """On the device. One upload, of memory that is not pinned: the driver has copied it when it returns."""
+        """Returns checksums on the device. There is one upload, of memory that is not pinned: the driver has copied it
+        when it returns."""
         ids = np.asarray(device_slots, dtype=np.int64)
         words = np.concatenate([ids, np.frombuffer(prefixes, dtype=np.int64)])
         uploaded = torch.from_numpy(words).to(self._device, non_blocking=True)

@@ -61,7 +61,7 @@ class CallReader:
         self._is_whole = False
         """No more text comes."""
         self._json, self._num_scanned = _JsonEnd(), 0
-        """Where the JSON of the present call ends, and how many characters of `_rest` it has seen."""
+        """The end of the present call's JSON, and how many characters of `_rest` it has seen."""
         self._opening = ""
         """What stands before the JSON of the present call: whitespace and the style's beginning."""
         self._is_behind_call = False
@@ -86,7 +86,7 @@ class CallReader:
         return parts
 
     def _next(self) -> bool:
-        """Where a call may begin."""
+        """Reads on where a call may begin."""
         if self._most_calls is not None and self.num_calls >= self._most_calls:
             self._rest = ""
         elif self._style.begin:

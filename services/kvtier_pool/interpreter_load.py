@@ -26,7 +26,7 @@ class InterpreterLoad:
         self.share = 1.0
         """Seconds of the interpreter that each tenant may have in a second. Written by the thread alone."""
         self._asked_until_s = float("-inf")
-        """Until then somebody wants to know. Written whole, by any thread."""
+        """The time until which somebody wants to know. Written whole, by any thread."""
         self._is_watching = False
         """Whether the thread looks. Written whole; a change that is lost is made up for by the next request."""
         self._looked_s = 0.0

@@ -18,7 +18,7 @@ _AT_ONCE = 2
 _TURN_S = 0.01
 """How long a turn counts. A request that takes longer waits for a disk or a network, which costs others nothing."""
 _LATE_TURN_S = 0.03
-"""The same while threads are late: a request that takes longer than `_TURN_S` may be waiting for the interpreter."""
+"""How long a turn counts while threads are late: one longer than `_TURN_S` may be waiting for the interpreter."""
 _CREDIT_S = 0.02
 """What a tenant has of the interpreter beyond its share when it was quiet: its first requests wait for nothing."""
 _MOST_OWED_S = 0.5

@@ -44,8 +44,8 @@ class Discards:
         return [key for place, key in enumerate(self._keys) if place not in told]
 
     def work(self, talk: Conversation, places: list[int]) -> list[int]:
-        """Tells one server; gives the places that have moved. Raises what the server refuses with. Of what is not
-        there, which is most of a large discard, the server is told by asking for it."""
+        """Tells one server; gives the places that have moved. Raises what the server refuses with. Most of a
+        large discard is not there: the server is told of that by asking for it."""
         return self._tell(talk, places, is_wrong_type)
 
     def repeat(self, talk: Conversation, places: list[int]) -> list[int]:

@@ -120,7 +120,7 @@ class Message(_Strict):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: Annotated[Any, AfterValidator(Only(""))] = None
-    """As the next ones: OpenAI's client sends them back with an answer's message."""
+    """OpenAI's client sends this field and the next ones back with an answer's message."""
     annotations: Annotated[Any, AfterValidator(Only([]))] = None
     audio: Annotated[Any, AfterValidator(Only())] = None
     function_call: Annotated[Any, AfterValidator(Only())] = None

@@ -31,7 +31,7 @@ class Ask:
     spans: RequestSpans | None
     """None: the request is not traced."""
     tenant: str | None = None
-    """Whose cache it uses; None: nobody's is named."""
+    """The tenant whose cache it uses; None: nobody is named."""
     adapter: str | None = None
     """The LoRA adapter that it is computed with; None: none."""
 
@@ -45,7 +45,7 @@ class Piece:
     logprobs: list[tuple[int, Logprobs]]
     """The tokens that came, if log probabilities were asked for; none before there is text of theirs."""
     done: Completion | None
-    """At the end of the answer: its tokens up to the one that completed a stop sequence."""
+    """The end of the answer, with its tokens up to the one that completed a stop sequence; None before the end."""
 
 
 class _Answer:

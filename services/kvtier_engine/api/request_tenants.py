@@ -1,4 +1,4 @@
-"""Whose a request is: the only tenant's, or that of the one whose API key it has, or whom a gateway names."""
+"""Finds the tenant of a request: the only one, or the one whose API key it has, or the one that a gateway names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class RequestTenants:
     only: str | None = None
     """The tenant of all requests of which nothing else is known."""
     api_keys: Sequence[AcceptedToken] = ()
-    """Without any, whoever reaches the port may ask, and say whose the request is where a gateway may."""
+    """Keys of clients. If there are none, whoever reaches the port may ask, and name a tenant where a gateway may."""
 
     @classmethod
     def of(cls, config: Config) -> Self:

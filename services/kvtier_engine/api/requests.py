@@ -88,7 +88,7 @@ class KvtierParams(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     tenant: str | None = None
-    """Whose request it is: one of the tenants that this engine serves."""
+    """The tenant that the request is of: one of those that this engine serves."""
     no_store: Annotated[Any, AfterValidator(Only(False))] = None
     pin: Annotated[Any, AfterValidator(Only(False))] = None
     ttl_s: Annotated[Any, AfterValidator(Only())] = None
@@ -197,10 +197,10 @@ class CompletionBody(SamplingBody):
     """Text, or token ids; or several of them, each of which is answered."""
 
     best_of: NumAnswers | None = None
-    """So many answers are computed, of which the `n` likeliest per token are told."""
+    """How many answers are computed, of which the `n` likeliest per token are told."""
     echo: Annotated[Any, AfterValidator(Only(False))] = None
     logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_OF_COMPLETIONS)] | None = None
-    """So many of the likeliest tokens are told with each token."""
+    """How many of the likeliest tokens are told with each token."""
     suffix: Annotated[Any, AfterValidator(Only(""))] = None
 
     @property

@@ -18,7 +18,7 @@ HashForm = Literal["int64", "bytes"]
 
 CLEARED: Event = {"type": "AllBlocksCleared"}
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-"""In place of the sequence number, after the last batch of a replay."""
+"""What stands in place of the sequence number after the last batch of a replay."""
 _ONLY_GROUP = 0
 _HASH_BYTES = {"int64": 8, "bytes": 32}
 

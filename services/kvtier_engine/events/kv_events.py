@@ -34,7 +34,7 @@ _SWEEP_AT = 1024
 
 
 class Publisher(Protocol):
-    """Where batches go: `EventPublisher`."""
+    """The way of batches to subscribers: `EventPublisher`."""
 
     @property
     def has_room(self) -> bool: ...

@@ -1,7 +1,8 @@
 """Publishes batches over ZeroMQ as vLLM does: PUB for what happens, ROUTER for what a subscriber has missed.
 
-A message is `topic, sequence number (8 bytes, big endian), batch`. Who asks the second socket with a number, after an
-empty frame, gets all batches from that one on that are still kept, each after an empty frame, and then `END_OF_REPLAY`.
+A message is `topic, sequence number (8 bytes, big endian), batch`. A subscriber that sends the second
+socket an empty frame and a number gets all batches from that one on that are still kept, each after an empty frame, and
+then `END_OF_REPLAY`.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 _INBOX = "inproc://kvtier-events"
 _END = b""
-"""In place of a batch: the last one is sent."""
+"""What stands in place of a batch once the last one is sent."""
 _CLOSE_S = 2.0
 """What the last batches get at the end of the process."""
 _LINGER_MS = 200

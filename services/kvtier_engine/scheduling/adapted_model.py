@@ -20,7 +20,7 @@ class AdaptedModel:
             self._models[name] = model
 
     def forward(self, chunks: Sequence[Chunk], kv: PagedKV) -> Tensor:
-        """As `LlamaModel.forward`, each chunk by the adapter that it names."""
+        """Computes what `LlamaModel.forward` does, each chunk with the adapter that it names."""
         rows: dict[str | None, list[int]] = {}
         for row, chunk in enumerate(chunks):
             rows.setdefault(chunk.adapter, []).append(row)

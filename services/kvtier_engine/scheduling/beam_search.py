@@ -46,7 +46,7 @@ class BeamSearch:
     def __init__(self, settings: BeamSettings, max_tokens: int, eos_token_ids: Sequence[int]) -> None:
         self._settings, self._max_tokens, self._eos_token_ids = settings, max_tokens, eos_token_ids
         self._num_kept = max(2, 1 + len(eos_token_ids)) * settings.width
-        """So many candidates that enough of them have not ended."""
+        """How many candidates are kept, so that enough of them have not ended."""
         self._scores = {0: 0.0}
         """The sum of log probabilities of each beam."""
         self._offers: dict[int, list[tuple[float, int]]] = {}
@@ -71,7 +71,7 @@ class BeamSearch:
         self._offers[beam] = [(score + value, i) for value, i in zip(values.tolist(), ids.tolist(), strict=True)]
 
     def advance(self, answers: Mapping[int, Sequence[int]]) -> list[Continuation]:
-        """The beams of the next step; none when the search is over. Those that are nobody's parent have ended.
+        """Returns the beams of the next step; none when the search is over. Beams that are nobody's parent have ended.
 
         :param answers: the tokens of each beam so far.
         """

@@ -181,7 +181,7 @@ class PrefixCache:
         return True
 
     def num_writable(self, request: Request) -> int:
-        """For how many more tokens a running request has blocks that it may write to: none while another one has the
+        """The number of tokens for which a running request has blocks that it may write to: 0 while another one has the
         first of them, since `grow` found no room for a copy."""
         if not self._copy_on_write.may_write(request):
             return 0

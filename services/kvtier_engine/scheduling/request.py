@@ -52,18 +52,18 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Taken from the logit of a token as often as the answer has it."""
     repetition_penalty: float = 1.0
-    """By which the logits of tokens of prompt and answer are divided, or multiplied if they are negative."""
+    """The number by which logits of tokens of prompt and answer are divided, or multiplied if they are negative."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Added to the logits of these tokens."""
     constraint: Constraint | None = None
-    """At its beginning; every branch takes a copy. None: any token may come."""
+    """The constraint at its beginning, of which every branch takes a copy. None: any token may come."""
     num_branches: int = 1
     """How many answers are drawn. Their draws are independent, and those of a branch do not depend on how many there
     are: the first branch answers what it would answer alone."""
     beams: BeamSettings | None = None
     """Searches for the likeliest answers, as many branches as the search is wide; None draws them."""
     num_top: int | None = None
-    """With each token comes its log probability, and so many of the likeliest tokens with theirs; None: neither."""
+    """How many of the likeliest tokens come with each token, all with their log probabilities; None: neither does."""
 
     def draws(self, branch: int) -> torch.Generator:
         """Returns the draws of the branch with this index: the first one's seed is that of the request."""

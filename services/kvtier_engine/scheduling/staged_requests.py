@@ -24,16 +24,16 @@ class StagedRequests:
         return len(self.waiting) + len(self.loading) + len(self.running)
 
     def __iter__(self) -> Iterator[Request]:
-        """All of them as they are now, whatever becomes of them meanwhile."""
+        """Yields all requests of now, whatever becomes of them meanwhile."""
         return iter((*self.waiting, *self.loading, *self.running))
 
     @property
     def begun(self) -> tuple[Request, ...]:
-        """Those that have blocks."""
+        """Requests that have blocks."""
         return (*self.loading, *self.running)
 
     def take_loaded(self) -> None:
-        """Runs those whose loads are over, and gives back the blocks of those that have ended meanwhile."""
+        """Runs the requests whose loads are over, and gives back the blocks of those that have ended meanwhile."""
         for request in self._cache.poll():
             self.loading.remove(request)
             if request.stage is Stage.ENDED:

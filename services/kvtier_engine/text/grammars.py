@@ -11,7 +11,7 @@ from torch import Tensor
 from kvtier.errors import ConfigError, InvalidInputError
 
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
-"""Where in the grammar an error is, which nobody but us has seen."""
+"""The place of an error in the grammar, which nobody but us has seen."""
 
 
 class HeldAnswer:
