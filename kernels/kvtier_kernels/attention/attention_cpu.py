@@ -10,15 +10,15 @@ A window and quantised KV take plainer ways: a mask over the keys that some quer
 So do scores that torch's attention does not make. A sink takes its share of what has been attended.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvtier_kernels.attention.attention_batch import AttentionBatch
-from kvtier_kernels.attention.attention_cpu_tiles import CpuPart, plan_in_tiles
+from kvtier_kernels.attention.attention_cpu_tiles import CpuPart, OneSequence, plan_in_tiles
 from kvtier_kernels.attention.gathered_values import GatheredValues
 from kvtier_kernels.scoring import Scoring
 
@@ -44,7 +44,7 @@ def plan_on_cpu(query: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> "CpuP
     if batch.invariant:
         return CpuPlan(plan_in_tiles(batch, starts, lengths, tokens_per_block))
     spans = enumerate(itertools.pairwise(starts))
-    return CpuPlan([_Sequence.of(batch, seq, first, stop, tokens_per_block) for seq, (first, stop) in spans])
+    return CpuPlan([_sequence(batch, seq, first, stop, tokens_per_block) for seq, (first, stop) in spans])
 
 
 class CpuPlan:
@@ -71,30 +71,18 @@ class CpuPlan:
         return out
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sequence:
-    """All queries of one sequence."""
-
-    queries: slice
-    values: GatheredValues
-    batch: AttentionBatch
-
-    @classmethod
-    def of(cls, batch: AttentionBatch, seq: int, first: int, stop: int, tokens_per_block: int) -> "_Sequence":
-        """The sequence `seq`, whose queries are those from `first` to `stop`, and the keys that some of them sees."""
-        num_keys = int(batch.seq_lens[seq])
-        first_key = 0 if batch.window is None else max(0, num_keys - (stop - first) - batch.window + 1)
-        first_block = first_key // tokens_per_block
-        block_ids = batch.block_tables[seq : seq + 1, first_block : -(-num_keys // tokens_per_block)].contiguous()
-        seen = slice(first_key - first_block * tokens_per_block, num_keys - first_block * tokens_per_block)
-        return cls(slice(first, stop), GatheredValues(block_ids, seen), batch)
-
-    def attend(self, query: Tensor, values: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
-        keys, values_here = (of.squeeze(0) for of in values)
-        return _attend(query[self.queries], keys, values_here, self.batch, out[self.queries])
+def _sequence(batch: AttentionBatch, seq: int, first: int, stop: int, tokens_per_block: int) -> OneSequence:
+    """The sequence `seq`, whose queries are those from `first` to `stop`, and the keys that some of them sees."""
+    num_keys = int(batch.seq_lens[seq])
+    first_key = 0 if batch.window is None else max(0, num_keys - (stop - first) - batch.window + 1)
+    first_block = first_key // tokens_per_block
+    block_ids = batch.block_tables[seq : seq + 1, first_block : -(-num_keys // tokens_per_block)].contiguous()
+    seen = slice(first_key - first_block * tokens_per_block, num_keys - first_block * tokens_per_block)
+    attend = functools.partial(_attend, batch=batch)
+    return OneSequence(slice(first, stop), GatheredValues(block_ids, seen), attend)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, out: Tensor) -> Tensor:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, batch: AttentionBatch) -> Tensor:
     """Attends one sequence. `query`, `out`: `[queries, num_heads, D]`; `keys`, `values`: `[num_kv_heads, keys, D]`.
 
     Returns the log-sum-exp, `[queries, num_heads]`.

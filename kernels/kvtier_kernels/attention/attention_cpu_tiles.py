@@ -9,7 +9,7 @@ computed beside it. Torch's fused attention goes through keys in a fixed order;
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,7 +72,8 @@ def plan_in_tiles(
             single[room].append(seq)
             continue
         values = GatheredValues.padded(batch.block_tables, [seq], [num_keys], room, tokens_per_block)
-        parts.append(_Sequence(slice(starts[seq], starts[seq + 1]), values, num_keys, batch.scale))
+        attend = functools.partial(attend_in_tiles, scale=batch.scale, num_keys=num_keys)
+        parts.append(OneSequence(slice(starts[seq], starts[seq + 1]), values, attend))
     for room, of_room in single.items():
         step = max(1, _MOST_KEYS_TOGETHER // room)
         for seqs in (of_room[first : first + step] for first in range(0, len(of_room), step)):
@@ -83,17 +84,18 @@ def plan_in_tiles(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Sequence:
-    """Several queries of one sequence."""
+class OneSequence:
+    """Queries of one sequence."""
 
     queries: slice
     values: GatheredValues
-    num_keys: int
-    scale: float
+    attend_one: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    """Attends them: query and out `[queries, num_heads, D]`, keys and values `[num_kv_heads, keys, D]` in the order
+    query, keys, values, out. Returns the log-sum-exp."""
 
     def attend(self, query: Tensor, values: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
         keys, values_here = (of.squeeze(0) for of in values)
-        return attend_in_tiles(query[self.queries], keys, values_here, self.scale, self.num_keys, out[self.queries])
+        return self.attend_one(query[self.queries], keys, values_here, out[self.queries])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +118,7 @@ class _NewestTokens:
         return lse.flatten(1, 2)
 
 
-def attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, scale: float, num_keys: int, out: Tensor) -> Tensor:
+def attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, scale: float, num_keys: int) -> Tensor:
     """Attends the newest of `num_keys` tokens of one sequence causally.
 
     :param query: `[queries, num_heads, D]`, as is `out`.
