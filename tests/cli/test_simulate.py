@@ -4,22 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
+from command_rig import run_command
 from kvtier.cli.simulate.cli import simulate_command
 from kvtier.errors import ConfigError
 from kvtier.traces.records import Disguise, Kind, frame, header
 
 
 def run(*arguments: str | Path) -> tuple[str, str]:
-    """Standard output and standard error, 80 columns wide."""
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command("simulate")(simulate_command)
-    answer = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(app, list(map(str, arguments)))
-    if isinstance(answer.exception, ConfigError):
-        raise answer.exception
-    assert answer.exit_code == 0, answer.output
+    """Standard output and standard error."""
+    answer = run_command(simulate_command, *arguments)
     return answer.stdout, answer.stderr
 
 

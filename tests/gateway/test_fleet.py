@@ -5,9 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
+from command_rig import run_command
 from kvtier.errors import ConfigError
 from kvtier.traces.form import Request, Trace
 from kvtier_gateway.fleet.cases import Case, run_case
@@ -105,13 +104,7 @@ def test_a_device_evicts_what_is_free_for_longest_and_ends_of_prompts_first() ->
 class TestCommand:
     @staticmethod
     def run(*arguments: str | Path) -> str:
-        app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-        app.command("simulate-fleet")(simulate_fleet_command)
-        answer = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(app, list(map(str, arguments)))
-        if isinstance(answer.exception, ConfigError):
-            raise answer.exception
-        assert answer.exit_code == 0, answer.output
-        return answer.stdout
+        return run_command(simulate_fleet_command, *arguments).stdout
 
     @pytest.fixture
     def trace(self, tmp_path: Path) -> Path:
