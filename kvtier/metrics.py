@@ -9,6 +9,7 @@ Labels never carry tenants, keys or paths, so the number of series stays small.
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 from weakref import WeakSet
 
@@ -148,18 +149,15 @@ class Metrics:
         self._lock = threading.Lock()
         self._with_state: set[str] = set()
         """Tiers that have a state. Guarded by _lock."""
-        self.tier_blocks = Counter(
+        counter = partial(Counter, registry=self.registry)
+        self.tier_blocks = counter(
             "kvtier_tier_blocks",
             "Blocks that a tier was asked for, by verb and answer (hit, miss, pending; stored, exists, full, ...). "
             "Blocks read from where they lie in its memory count as lease, too",
             ["tier", "op", "status"],
-            registry=self.registry,
         )
-        self.tier_bytes = Counter(
-            "kvtier_tier_bytes",
-            "Payload bytes of blocks read (hit) and written (stored)",
-            ["tier", "op"],
-            registry=self.registry,
+        self.tier_bytes = counter(
+            "kvtier_tier_bytes", "Payload bytes of blocks read (hit) and written (stored)", ["tier", "op"]
         )
         self.tier_batch_seconds = Histogram(
             "kvtier_tier_batch_seconds",
@@ -168,66 +166,50 @@ class Metrics:
             buckets=_BATCH_BUCKETS_S,
             registry=self.registry,
         )
-        self.evicted_blocks = Counter(
-            "kvtier_tier_evicted_blocks",
-            "Blocks that a tier gave up to make room",
-            ["tier"],
-            registry=self.registry,
-        )
-        self.path_bytes = Counter(
+        self.evicted_blocks = counter("kvtier_tier_evicted_blocks", "Blocks that a tier gave up to make room", ["tier"])
+        self.path_bytes = counter(
             "kvtier_path_bytes",
             "Payload bytes to and from the cache pool by path (shm, unix, tcp, tls, grpc)",
             ["path", "op"],
-            registry=self.registry,
         )
-        self.path_seconds = Counter(
-            "kvtier_path_seconds",
-            "Time of the calls that moved those bytes, added up over all threads",
-            ["path", "op"],
-            registry=self.registry,
+        self.path_seconds = counter(
+            "kvtier_path_seconds", "Time of the calls that moved those bytes, added up over all threads", ["path", "op"]
         )
-        self.corrupt_blocks = Counter(
+        self.corrupt_blocks = counter(
             "kvtier_corrupt_blocks",
             "Stored blocks found torn, altered or in another's place; each was answered as a miss and dropped",
             ["tier"],
-            registry=self.registry,
         )
-        self.unopened_blocks = Counter(
+        self.unopened_blocks = counter(
             "kvtier_unopened_blocks",
             "Stored blocks that could not be opened, each answered as a miss, by why: altered (or a wrong key), plain, "
             "unknown_key, newer_key, changed_before (it was sealed)",
             ["tier", "reason"],
-            registry=self.registry,
         )
-        self.pins = Counter(
+        self.pins = counter(
             "kvtier_pins",
             "Blocks that the cache pool was asked to pin, by answer (pinned, miss, full; not_offered: it has no pins)",
             ["tier", "status"],
-            registry=self.registry,
         )
-        self.disk_bytes = Counter(
+        self.disk_bytes = counter(
             "kvtier_disk_record_bytes",
             "Bytes of records that a disk tier has written: new ones, and those moved to be kept (write amplification)",
             ["tier", "why"],
-            registry=self.registry,
         )
-        self.codec_bytes = Counter(
+        self.codec_bytes = counter(
             "kvtier_codec_bytes",
             "Payload bytes that a tier packed for its medium, before the codec (raw) and behind it (stored)",
             ["tier", "codec", "form"],
-            registry=self.registry,
         )
-        self.torn_blocks = Counter(
+        self.torn_blocks = counter(
             "kvtier_disk_torn_blocks",
             "Records found incomplete at start: they were being written when the process ended",
             ["tier"],
-            registry=self.registry,
         )
-        self.degraded = Counter(
+        self.degraded = counter(
             "kvtier_tier_degraded",
             "Times a failing medium made a tier read_only, or switched it off: while it hangs, or for good",
             ["tier", "state"],
-            registry=self.registry,
         )
         self.tier_state = Gauge(
             "kvtier_tier_state",
@@ -235,23 +217,19 @@ class Metrics:
             ["tier", "state"],
             registry=self.registry,
         )
-        self.io_process_restarts = Counter(
-            "kvtier_io_process_restarts",
-            "Tier processes that ended or were ended and had to be replaced",
-            registry=self.registry,
+        self.io_process_restarts = counter(
+            "kvtier_io_process_restarts", "Tier processes that ended or were ended and had to be replaced"
         )
-        self.io_errors = Counter(
+        self.io_errors = counter(
             "kvtier_io_errors",
             "Failed operations of a tier's medium by error name (ENOSPC, EIO, ...); each became a miss or a lost write",
             ["tier", "op", "error"],
-            registry=self.registry,
         )
         self.levels = TierLevels(self.registry)
-        self.foreign_files = Counter(
+        self.foreign_files = counter(
             "kvtier_foreign_files",
             "Files in a tier's directory that kvtier did not make; left alone, and not counted against the capacity",
             ["tier"],
-            registry=self.registry,
         )
 
     def begin(self, tier: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter as Counting
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -15,63 +16,45 @@ class StoreMetrics:
     """Owns nothing but the counters; `registry` is the caller's. Any thread."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.read_blocks = Counter(
-            "kvtier_pool_read_blocks",
-            "Blocks asked for, by where they were found.",
-            ["source"],
-            registry=registry,
-        )
-        self.unadmitted_blocks = Counter(
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self.read_blocks = counter("kvtier_pool_read_blocks", "Blocks asked for, by where they were found.", ["source"])
+        self.unadmitted_blocks = counter(
             "kvtier_pool_unadmitted_blocks",
             "Blocks read from a tier below into a buffer, for their reader alone: memory had no room.",
             ["tier"],
-            registry=registry,
         )
-        self.looked_up_blocks = Counter(
+        self.looked_up_blocks = counter(
             "kvtier_pool_looked_up_blocks",
             "Blocks that clients looked up, by the first tier that had them; miss: none had.",
             ["source"],
-            registry=registry,
         )
-        self.unread_blocks = Counter(
+        self.unread_blocks = counter(
             "kvtier_pool_unread_blocks",
             "Blocks that a tier below had and that were a miss: neither memory nor the buffers beside it had room.",
             ["tier"],
-            registry=registry,
         )
-        self.sent_bytes = Counter("kvtier_pool_sent_bytes", "Payload bytes handed to readers.", registry=registry)
-        self.written_blocks = Counter(
-            "kvtier_pool_written_blocks", "Blocks received, by answer.", ["status"], registry=registry
+        self.sent_bytes = counter("kvtier_pool_sent_bytes", "Payload bytes handed to readers.")
+        self.written_blocks = counter("kvtier_pool_written_blocks", "Blocks received, by answer.", ["status"])
+        self.received_bytes = counter("kvtier_pool_received_bytes", "Payload bytes stored.")
+        self.pins = counter("kvtier_pool_pins", "Blocks asked to be pinned in memory, by answer.", ["status"])
+        self.pinned_blocks = gauge("kvtier_pool_pinned_blocks", "Blocks that are pinned in memory.")
+        self.pinned_bytes = gauge("kvtier_pool_pinned_bytes", "Payload bytes of those.")
+        self.pinned_slab_bytes = gauge(
+            "kvtier_pool_pinned_slab_bytes", "Memory of slabs with pinned blocks, which is what pin_share bounds."
         )
-        self.received_bytes = Counter("kvtier_pool_received_bytes", "Payload bytes stored.", registry=registry)
-        self.pins = Counter(
-            "kvtier_pool_pins", "Blocks asked to be pinned in memory, by answer.", ["status"], registry=registry
-        )
-        self.pinned_blocks = Gauge("kvtier_pool_pinned_blocks", "Blocks that are pinned in memory.", registry=registry)
-        self.pinned_bytes = Gauge("kvtier_pool_pinned_bytes", "Payload bytes of those.", registry=registry)
-        self.pinned_slab_bytes = Gauge(
-            "kvtier_pool_pinned_slab_bytes",
-            "Memory of slabs with pinned blocks, which is what pin_share bounds.",
-            registry=registry,
-        )
-        self.written_down_blocks = Counter(
+        self.written_down_blocks = counter(
             "kvtier_pool_written_down_blocks",
             "Blocks on their way from memory to a tier below, by end; dropped: the queue was full or memory needed its "
             "room; declined: the tier's admission kept them out.",
             ["tier", "result"],
-            registry=registry,
         )
-        self.write_down_queue_bytes = Gauge(
-            "kvtier_pool_write_down_queue_bytes",
-            "Payload bytes pinned until the tier has them.",
-            ["tier"],
-            registry=registry,
+        self.write_down_queue_bytes = gauge(
+            "kvtier_pool_write_down_queue_bytes", "Payload bytes pinned until the tier has them.", ["tier"]
         )
-        self.evicted_unwritten = Counter(
+        self.evicted_unwritten = counter(
             "kvtier_pool_evicted_unwritten",
             "Blocks that left memory while a tier that should have had them did not: forgotten by it.",
             ["tier"],
-            registry=registry,
         )
         self.declined_blocks = declined_blocks(registry)
         for source in ("memory", "miss"):

@@ -1,6 +1,7 @@
 """What the pool service counts of calls and connections. Its store counts blocks (`kvtier.store.metrics`)."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import CounterMetricFamily
@@ -19,71 +20,51 @@ class PoolMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._block_calls_by: dict[tuple[str, str], Counter] = {}
         """Children of `block_calls`; changed by single operations only."""
-        self.calls = Counter(
-            "kvtier_pool_calls",
-            "Calls by verb and by the gRPC code they ended with.",
-            ["verb", "code"],
-            registry=registry,
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self.calls = counter(
+            "kvtier_pool_calls", "Calls by verb and by the gRPC code they ended with.", ["verb", "code"]
         )
-        self.block_calls = Counter(
+        self.block_calls = counter(
             "kvtier_pool_block_calls",
             "Requests over the block protocol by verb and result; lost: the connection ended before the answer.",
             ["verb", "result"],
-            registry=registry,
         )
         for verb in (verb for verb in Verb if verb is not Verb.HELLO):
             for result in (*Result, "lost"):
                 self.block_calls.labels(verb, result)
-        self.block_connections = Gauge(
-            "kvtier_pool_block_connections", "Open connections of the block protocol.", registry=registry
+        self.block_connections = gauge("kvtier_pool_block_connections", "Open connections of the block protocol.")
+        self.block_connections_refused = counter(
+            "kvtier_pool_block_connections_refused", "Connections turned away because max_connections were open."
         )
-        self.block_connections_refused = Counter(
-            "kvtier_pool_block_connections_refused",
-            "Connections turned away because max_connections were open.",
-            registry=registry,
-        )
-        self.tenant_refusals = Counter(
+        self.tenant_refusals = counter(
             "kvtier_pool_tenant_refusals",
             "Connections, calls, streams and requests turned away because their tenant had its part of a limit.",
             ["tenant", "limit"],
-            registry=registry,
         )
-        self.tenant_delays = Counter(
+        self.tenant_delays = counter(
             "kvtier_pool_tenant_delays",
             "Requests that waited for a moment because their tenant had had what it may have in a second.",
             ["tenant", "limit"],
-            registry=registry,
         )
-        self.logins_refused = Counter(
-            "kvtier_pool_logins_refused", "Logins that were refused, by reason.", ["reason"], registry=registry
-        )
+        self.logins_refused = counter("kvtier_pool_logins_refused", "Logins that were refused, by reason.", ["reason"])
         for reason in LOGIN_REFUSALS:
             self.logins_refused.labels(reason)
-        self.strangers_refused = Counter(
+        self.strangers_refused = counter(
             "kvtier_pool_strangers_refused",
             "Connections that ended before a login: the peer spoke another protocol than the port (protocol), or the "
             "two could not agree on TLS (tls).",
             ["door", "reason"],
-            registry=registry,
         )
         for door in ("block", "http"):
             for reason in ("protocol", "tls"):
                 self.strangers_refused.labels(door, reason)
-        self.audit_lost = Counter(
-            "kvtier_pool_audit_lines_lost", "Lines that the audit log had no room for.", registry=registry
+        self.audit_lost = counter("kvtier_pool_audit_lines_lost", "Lines that the audit log had no room for.")
+        self.trace_dropped = gauge("kvtier_pool_trace_dropped_keys", "Keys that the trace of record_trace lacks.")
+        self.shared_bytes = gauge(
+            "kvtier_pool_shared_held_bytes", "Payload bytes that clients hold in shared memory: leases and write slots."
         )
-        self.trace_dropped = Gauge(
-            "kvtier_pool_trace_dropped_keys", "Keys that the trace of record_trace lacks.", registry=registry
-        )
-        self.shared_bytes = Gauge(
-            "kvtier_pool_shared_held_bytes",
-            "Payload bytes that clients hold in shared memory: leases and write slots.",
-            registry=registry,
-        )
-        self.expired_leases = Counter(
-            "kvtier_pool_expired_leases",
-            "Leases that ended by their deadline, not by their client.",
-            registry=registry,
+        self.expired_leases = counter(
+            "kvtier_pool_expired_leases", "Leases that ended by their deadline, not by their client."
         )
 
     def refusals_of(self, tenant: str) -> int:
