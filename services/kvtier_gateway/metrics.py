@@ -1,5 +1,7 @@
 """What the gateway counts. Labels name tenants, keys and engines, as the configuration does."""
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 _TTFB_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -16,78 +18,65 @@ class GatewayMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self.requests = Counter(
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self.requests = counter(
             "kvtier_gateway_requests",
             "Requests of known keys by the status of their answer; 499: the client went away before it",
             ["tenant", "status"],
-            registry=registry,
         )
-        self.refusals = Counter(
+        self.refusals = counter(
             "kvtier_gateway_refusals",
             "Requests that were answered by the gateway itself, by the code of the error; key: empty where it is not "
             "known",
             ["key", "code"],
-            registry=registry,
         )
-        self.attempts = Counter(
+        self.attempts = counter(
             "kvtier_gateway_attempts",
             f"Requests that were given to an engine, by how that ended: {', '.join(OUTCOMES)}",
             ["engine", "outcome"],
-            registry=registry,
         )
-        self.choices = Counter(
-            "kvtier_gateway_choices",
-            "Choices of engines by the reason that the strategy gives",
-            ["reason"],
-            registry=registry,
+        self.choices = counter(
+            "kvtier_gateway_choices", "Choices of engines by the reason that the strategy gives", ["reason"]
         )
-        self.broken_streams = Counter(
+        self.broken_streams = counter(
             "kvtier_gateway_broken_answers",
             "Answers that had begun when their engine failed: the client got an error at their end",
             ["engine"],
-            registry=registry,
         )
-        self.stripped = Counter(
+        self.stripped = counter(
             "kvtier_gateway_stripped_parameters",
             "Parameters that were taken out of requests because clients may not set them",
             ["parameter"],
-            registry=registry,
         )
-        self.stalled = Counter(
+        self.stalled = counter(
             "kvtier_gateway_stalled_clients",
             "Connections that were cut because their client took or sent no byte for send_timeout_s",
-            registry=registry,
         )
-        self.first_byte_seconds = Histogram(
+        self.first_byte_seconds = histogram(
             "kvtier_gateway_first_byte_seconds",
             "End of a request's body to the first byte of its answer, over all attempts",
             buckets=_TTFB_BUCKETS_S,
-            registry=registry,
         )
-        self.prediction_error_seconds = Histogram(
+        self.prediction_error_seconds = histogram(
             "kvtier_gateway_prediction_error_seconds",
             "Between the time to first token that the strategy has expected and what it was",
             buckets=_TTFB_BUCKETS_S,
-            registry=registry,
         )
-        self.regret_seconds = Counter(
+        self.regret_seconds = counter(
             "kvtier_gateway_regret_seconds",
             "Seconds by which first tokens came later than the strategy had expected of another engine",
-            registry=registry,
         )
-        self.pool_lookups = Counter(
+        self.pool_lookups = counter(
             "kvtier_gateway_pool_lookups",
             "Lookups of prompts in the pool: answered, late, failed, not_asked (too many wait)",
             ["outcome"],
-            registry=registry,
         )
         for outcome in LOOKUPS:
             self.pool_lookups.labels(outcome)
-        self.own_seconds = Histogram(
+        self.own_seconds = histogram(
             "kvtier_gateway_own_seconds",
             "End of a request's body until it goes to the first engine: what the gateway adds",
             buckets=_OWN_BUCKETS_S,
-            registry=registry,
         )
 
     def begin_engine(self, engine: str) -> None:
