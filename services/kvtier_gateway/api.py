@@ -1,6 +1,5 @@
 """The API that clients see: who asks, what for, and which engine gets it."""
 
-import logging
 from collections.abc import Collection
 from typing import Any
 from urllib.parse import unquote
@@ -28,7 +27,6 @@ _FORWARDED = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
 """The paths of engines that clients reach, and the parameters that go there."""
 _MODELS = "/v1/models"
 _CLIENT_CLOSED = "499"
-_log = logging.getLogger(__name__)
 
 
 class Api:

@@ -25,7 +25,7 @@ _PART_BYTES = 1 << 15
 _TRY_ANOTHER = frozenset((502, 503, 504))
 """Statuses of engines that cannot answer at the moment."""
 _ANSWERS = range(200, 600)
-"""Statuses of answers. Of others, such as 101, no client asks through a gateway."""
+"""Statuses of answers. No client asks for others, such as 101, through a gateway."""
 _log = logging.getLogger(__name__)
 
 
@@ -217,7 +217,7 @@ def _begun(response: aiohttp.ClientResponse, outgoing: Outgoing) -> web.StreamRe
 
 
 class _towards_client:
-    """Within, a connection that breaks is the client's: aiohttp has one class of errors for both sides."""
+    """A context in which a connection that breaks is the client's: aiohttp has one class of errors for both sides."""
 
     __slots__ = ()
 

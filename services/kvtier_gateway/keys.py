@@ -17,7 +17,7 @@ _MAX_KEY_BYTES = 1024
 
 
 class Client:
-    """Whoever has one of the keys of a table `[api_keys.NAME]`. Event loop only."""
+    """A client: it has one of the keys of a table `[api_keys.NAME]`. Event loop only."""
 
     def __init__(self, name: str, table: ApiKeyConfig, clock: Clock) -> None:
         self.name = name

@@ -28,7 +28,7 @@ class Case:
     pool: PoolSpeed
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the case as JSON has it."""
         return {"strategy": self.strategy, "engines": self.engines, "load": self.load, "pool": self.pool.value}
 
 

@@ -36,7 +36,7 @@ class SimEngine:
 
     Between two events the engine is in one phase: it computes a prompt in chunks, with a step of every decode beside
     each chunk; or it only decodes; or it idles. Decodes count steps: an answer ends when so many steps have passed.
-    Those that end while a prompt is computed are noticed when that is over.
+    Answers that end while a prompt is computed are noticed when that is over.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SimEngine:
         """Steps of decodes so far."""
         self._phase_began_s = 0.0
         self._step_s = 0.0
-        """In a phase of decodes alone: how long one takes; else 0."""
+        """How long a decode takes in a phase of decodes alone; 0 in other phases."""
         self._phase = 0
         """Counts phases, so that ends of former ones are told apart."""
         self._untold: list[KvEvent] = []

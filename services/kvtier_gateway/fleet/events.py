@@ -23,7 +23,7 @@ class Events:
         self.at(self.now_s + delay_s, call, *args)
 
     def run(self) -> None:
-        """Until nothing is left."""
+        """Makes the calls in the order of their times, until none is left."""
         while self._heap:
             self.now_s, _, call, args = heapq.heappop(self._heap)
             call(*args)

@@ -46,7 +46,7 @@ class PoolModel:
     capacity_bytes: int = 8192 * GIB
     lookup_s: float = 2e-3
     written_after_s: float = 0.1
-    """From computed to readable."""
+    """Seconds from computed to readable."""
     oversubscription: float = 4.0
 
 

@@ -19,7 +19,7 @@ class Oracle(Priced):
         self._engines = engines
 
     def offers(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> list[Offer]:
-        """At the true bandwidth of the pool."""
+        """Offers at the true bandwidth of the pool."""
         prices = [self._engines[candidate.engine].true_prices() for candidate in candidates]
         told = [replace(candidate, prices=price) for candidate, price in zip(candidates, prices, strict=True)]
         return super().offers(prompt, told, now_s)

@@ -8,7 +8,7 @@ from pydantic_core import to_json
 from kvtier.protocol.openai import error_body, error_kind
 
 SERVER = {"Server": "kvtier"}
-"""In place of the names and releases that aiohttp tells."""
+"""The header in place of the names and releases that aiohttp tells."""
 
 
 class ApiError(Exception):
@@ -35,7 +35,7 @@ class ApiError(Exception):
         )
 
     def event(self) -> bytes:
-        """The same as an event of a stream that has begun."""
+        """The answer as an event of a stream that has begun."""
         return b"data: " + to_json(self.body) + b"\n\n"
 
 

@@ -64,7 +64,7 @@ class BoundedServer(web.Server):
         self._max_connections = max_connections
         self._warn = QuietLog(_log)
         self._open: dict[_Connection, None] = {}
-        """In the order in which they came, or ended their last request."""
+        """Open connections in the order in which they came, or ended their last request."""
 
     def __call__(self) -> RequestHandler:
         """asyncio's factory of protocols."""

@@ -1,1 +1,1 @@
-"""From prompts to the keys of their blocks, and to what the pool has of them."""
+"""Makes keys of blocks from prompts, and asks what the pool has of them."""

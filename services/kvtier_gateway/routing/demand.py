@@ -40,12 +40,12 @@ class Demand:
         self._by_engine.pop(engine, None)
 
     def waiting(self, engines: Sequence[EngineId]) -> list[float]:
-        """For each of the engines: how many come per second of work that is still to be done there.
+        """How many requests come to each of the engines per second of work that is still to be done there.
 
         A request of `work_s` after a backlog of `backlog_s` makes all who come until the engine is idle wait longer by
         `work_s`: these are `waiting * (backlog_s + work_s)`, as it works off its backlog as fast as what still comes
-        lets it. Fewer come to an engine that has been kept less busy than the mean, and fewest to a new one. Of those
-        that would come to a busier one, some can go elsewhere: for it the mean counts.
+        lets it. Fewer come to an engine that has been kept less busy than the mean, and fewest to a new one. Some of
+        those that would come to a busier one can go elsewhere: for it the mean counts.
         """
         if self._began_s is None or not self._compute_s:
             return [0.0] * len(engines)

@@ -14,9 +14,9 @@ class Runs(NamedTuple):
     """How many of a prompt's leading blocks an engine has."""
 
     device: int
-    """On its device."""
+    """Blocks on its device."""
     local: int
-    """On its device or in its host memory, each in either: at least `device`."""
+    """Blocks on its device or in its host memory, each in either: at least `device`."""
 
 
 class KvIndex:
@@ -50,7 +50,7 @@ class KvIndex:
                 masks.renumber(moved)
 
     def runs(self, keys: Sequence[Key], engines: Sequence[EngineId]) -> list[Runs]:
-        """For each engine what it has of the leading blocks."""
+        """What each engine has of the leading blocks."""
         bits = [self._bits.bit(engine) for engine in engines]
         device_get, host_get = self._media[Medium.DEVICE].get, self._media[Medium.HOST].get
         on_device = local = sum(bits)

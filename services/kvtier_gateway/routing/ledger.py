@@ -14,7 +14,7 @@ _SLOWEST = 10.0
 class _Sent:
     fetch_s: float
     compute_s: float
-    """By the prices, not corrected."""
+    """Seconds by the prices, not corrected."""
     fetched_at_s: float
     """When its blocks are there, if all goes as predicted."""
 

@@ -115,7 +115,7 @@ class Dynamo(_Indexed):
         self._decode.pop(engine, None)
 
     def _new_blocks(self, prompt: Prompt, engines: Sequence[EngineId]) -> list[float]:
-        """For each engine the blocks to compute, less credits; never 0, which means computed."""
+        """The blocks that each engine would compute, less credits; never 0, which means computed."""
         keys, new = prompt.keys or (), []
         for run in self._index.runs(keys, engines):
             pool = max(0, (prompt.num_in_pool or 0) - run.local)

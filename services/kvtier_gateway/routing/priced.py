@@ -25,7 +25,7 @@ from kvtier_gateway.routing.values import (
 NEAR = 1.05
 """Costs within 5 % of the lowest are as good: gateways that know the same do not all choose the same engine."""
 WRITTEN_AFTER_S = 0.1
-"""From computed somewhere to readable in the pool."""
+"""Seconds from computed somewhere to readable in the pool."""
 
 
 class Offer(NamedTuple):
@@ -37,7 +37,7 @@ class Offer(NamedTuple):
     ttft_s: float
     fetch_s: float
     compute_s: float
-    """By the prices, not corrected."""
+    """Seconds by the prices, not corrected."""
     cut: int
 
 
@@ -60,7 +60,7 @@ class Priced(Memoryless):
         """The prompt and the offer of the last choice."""
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
-        """Of two at random that are near the lowest cost, the one with fewer requests under way."""
+        """Takes the one with fewer requests under way of two at random that are near the lowest cost."""
         offers = self.offers(prompt, candidates, now_s)
         highest = min(offer.cost_s for offer in offers) * NEAR
         near = [i for i, offer in enumerate(offers) if offer.cost_s <= highest]

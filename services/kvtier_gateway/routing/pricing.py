@@ -18,7 +18,7 @@ class Work(NamedTuple):
 def cheapest(prices: Prices, prompt: Prompt, runs: Runs, num_in_pool: int) -> Work:
     """The least sum of fetching and computing, over all cuts: what lies before the cut is fetched, the rest computed.
 
-    Of host memory or the pool all or nothing is best: a token costs the same to fetch wherever it stands, and more to
+    All or nothing of host memory or the pool is best: a token costs the same to fetch wherever it stands, and more to
     compute the later it stands, so that the sum over cuts bends downwards, and is least at an end.
     """
     block, tokens = prompt.tokens_per_block, prompt.num_tokens or 0

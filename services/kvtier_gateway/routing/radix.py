@@ -28,12 +28,8 @@ class Radix(Memoryless):
         self._random, self._tree, self._max_characters = random.Random(seed), TextTree(), max_characters
         self._evicted_at_s = 0.0
 
-    def num_characters(self, engine: EngineId) -> int:
-        """How much is remembered of what the engine was sent."""
-        return self._tree.sizes.get(engine, 0)
-
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
-        """By load where that is unbalanced, by text otherwise."""
+        """Goes by load where that is unbalanced, and by text otherwise."""
         loads = [candidate.load.requests for candidate in candidates]
         if max(loads) - min(loads) > BALANCE_DIFFERENCE and max(loads) > BALANCE_RATIO * min(loads):
             return Choice(least_loaded(candidates, self._random).engine, "unbalanced")

@@ -12,7 +12,7 @@ class Match(NamedTuple):
     """The longest known prefix of a text."""
 
     length: int
-    """In characters."""
+    """How many characters it has."""
     engines: Mapping[EngineId, int]
     """The engines that were sent it, and when each was last, as a count of insertions."""
 

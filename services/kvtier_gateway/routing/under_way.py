@@ -31,7 +31,7 @@ class UnderWay:
             self._by_first.setdefault(keys[0], set()).add(request)
 
     def remove(self, request: RequestId) -> tuple[EngineId, Sequence[Key]] | None:
-        """Where it was and its blocks; None: nothing is known of it."""
+        """Returns the request's engine and blocks; None: nothing is known of it."""
         told = self._requests.pop(request, None)
         if told is None:
             return None
@@ -43,7 +43,7 @@ class UnderWay:
         return told.engine, told.keys
 
     def runs(self, keys: Sequence[Key]) -> dict[EngineId, tuple[int, float]]:
-        """For each engine that will have some: how many leading blocks, and when."""
+        """How many leading blocks each engine will have, and when; engines that will have none are left out."""
         found: dict[EngineId, tuple[int, float]] = {}
         for request in self._by_first.get(keys[0], ()) if keys else ():
             told = self._requests[request]

@@ -22,7 +22,7 @@ class Reads(enum.Enum):
 
 
 class Medium(enum.Enum):
-    """Where an engine holds a block, as KV events call it. What is on its disk counts as not there."""
+    """The memory in which an engine holds a block, as KV events call it. What is on its disk counts as not there."""
 
     DEVICE = "GPU"
     HOST = "CPU"
