@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from kvtier_gateway.routing.hash_ring import HashRing
-from kvtier_gateway.routing.strategy import Memoryless
+from kvtier_gateway.routing.strategy import Strategy
 from kvtier_gateway.routing.values import Candidate, Choice, Prompt, Reads
 
 HEAD_CHARACTERS = 100
 MEAN_LOAD_FACTOR = 1.25
 
 
-class Chwbl(Memoryless):
+class Chwbl(Strategy):
     """Hashes the adapter and the first characters, and passes over engines above 1.25 times the mean load.
 
     One point of the ring for each head: prompts that share a system prompt of some length all share one engine until it

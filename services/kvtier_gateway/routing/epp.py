@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvtier_gateway.routing.scorers import pick
-from kvtier_gateway.routing.strategy import Memoryless
+from kvtier_gateway.routing.strategy import Strategy
 from kvtier_gateway.routing.values import Candidate, Choice, EngineId, Key, Prompt, Reads, RequestId
 
 LRU_TOKENS = 31_250 * 64
@@ -13,7 +13,7 @@ LRU_TOKENS = 31_250 * 64
 MAX_PREFIX_TOKENS = 131_072
 
 
-class Epp(Memoryless):
+class Epp(Strategy):
     """Believes that an engine keeps what it was sent in an LRU of two million tokens, whatever it really has."""
 
     reads = Reads.KEYS

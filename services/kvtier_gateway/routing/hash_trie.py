@@ -7,14 +7,14 @@ import xxhash
 
 from kvtier_gateway.routing.engine_bits import EngineBits, each_bit
 from kvtier_gateway.routing.key_masks import KeyMasks
-from kvtier_gateway.routing.strategy import Memoryless
+from kvtier_gateway.routing.strategy import Strategy
 from kvtier_gateway.routing.values import Candidate, Choice, EngineId, Prompt, Reads, RequestId
 
 CHUNK_CHARACTERS = 128
 MAX_CHUNKS = 1_000_000
 
 
-class HashTrie(Memoryless):
+class HashTrie(Strategy):
     """Sends a prompt to one of the engines that were sent its longest known prefix, whatever their load.
 
     A node of the trie is the hash of a chunk and of all before it. No match counts as the empty prefix, which every

@@ -3,11 +3,11 @@
 import random
 from collections.abc import Sequence
 
-from kvtier_gateway.routing.strategy import Memoryless
+from kvtier_gateway.routing.strategy import Strategy
 from kvtier_gateway.routing.values import Candidate, Choice, Prompt
 
 
-class LeastLoaded(Memoryless):
+class LeastLoaded(Strategy):
     """Takes one of the candidates with the fewest requests under way, at random: gateways that start together part."""
 
     def __init__(self, seed: int = 0) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvtier_gateway.routing.kv_index import KvIndex
 from kvtier_gateway.routing.scorers import pick
-from kvtier_gateway.routing.strategy import Memoryless
+from kvtier_gateway.routing.strategy import Strategy
 from kvtier_gateway.routing.values import Candidate, Choice, EngineId, KvEvent, Prompt, Reads, RequestId
 
 HOST_WEIGHT = 0.8
@@ -14,7 +14,7 @@ HOST_CREDIT = 0.75
 POOL_CREDIT = 0.5
 
 
-class _Indexed(Memoryless):
+class _Indexed(Strategy):
     """Follows events."""
 
     reads = Reads.KEYS

@@ -8,7 +8,7 @@ from kvtier_gateway.routing.demand import Demand
 from kvtier_gateway.routing.kv_index import KvIndex, Runs
 from kvtier_gateway.routing.ledger import Ledger
 from kvtier_gateway.routing.pricing import Work, cheapest
-from kvtier_gateway.routing.strategy import Memoryless
+from kvtier_gateway.routing.strategy import Strategy
 from kvtier_gateway.routing.under_way import UnderWay
 from kvtier_gateway.routing.values import (
     BlocksStored,
@@ -41,7 +41,7 @@ class Offer(NamedTuple):
     cut: int
 
 
-class Priced(Memoryless):
+class Priced(Strategy):
     """Prices what every engine would have to fetch and compute after its backlog.
 
     A pool that is dead has an infinite price, and the same sum follows prefixes. What is sent counts at once: in the

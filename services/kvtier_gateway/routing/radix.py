@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from kvtier_gateway.routing.least_loaded import least_loaded
-from kvtier_gateway.routing.strategy import Memoryless
+from kvtier_gateway.routing.strategy import Strategy
 from kvtier_gateway.routing.text_tree import TextTree
 from kvtier_gateway.routing.values import Candidate, Choice, EngineId, Prompt, Reads, RequestId
 
@@ -15,7 +15,7 @@ MAX_CHARACTERS = 2**26
 EVICT_EVERY_S = 120.0
 
 
-class Radix(Memoryless):
+class Radix(Strategy):
     """Follows a match of more than 0.3 of the prompt; else takes the engine that was sent the least text.
 
     Where the difference of loads is above 64 and the highest above 1.5 times the lowest, takes the least loaded. Below

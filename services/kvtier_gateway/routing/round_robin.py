@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from kvtier_gateway.routing.strategy import Memoryless
+from kvtier_gateway.routing.strategy import Strategy
 from kvtier_gateway.routing.values import Candidate, Choice, Prompt
 
 
-class RoundRobin(Memoryless):
+class RoundRobin(Strategy):
     """Takes candidates by turns, in their order."""
 
     def __init__(self) -> None:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from kvtier_gateway.routing.hash_ring import HashRing
 from kvtier_gateway.routing.least_loaded import least_loaded
-from kvtier_gateway.routing.strategy import Memoryless
+from kvtier_gateway.routing.strategy import Strategy
 from kvtier_gateway.routing.values import Candidate, Choice, Prompt
 
 
-class Session(Memoryless):
+class Session(Strategy):
     """Keeps a session on its engine whatever the load: sessions of unequal weight make hot engines."""
 
     def __init__(self, seed: int = 0) -> None:

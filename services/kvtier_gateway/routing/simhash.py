@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from kvtier_gateway.routing.least_loaded import least_loaded
-from kvtier_gateway.routing.strategy import Memoryless
+from kvtier_gateway.routing.strategy import Strategy
 from kvtier_gateway.routing.values import Candidate, Choice, EngineId, Prompt, Reads, RequestId
 
 BITS = 64
@@ -18,7 +18,7 @@ SHINGLE_CHARACTERS = 8
 REMEMBERED = 4096
 
 
-class SimHash(Memoryless):
+class SimHash(Strategy):
     """Compares fingerprints of prompts' heads with those sent last, and follows the nearest within 3 bits of 64.
 
     What is near need not share a prefix: prompts that differ in their first word alone look alike, and share no block.

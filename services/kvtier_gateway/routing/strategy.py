@@ -1,4 +1,4 @@
-"""The protocol of strategies, and a base for those that remember little."""
+"""The protocol of strategies, which is also their base: what a strategy leaves out does nothing."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
@@ -13,11 +13,12 @@ class Strategy(Protocol):
     runs backwards. For every request there is one `choose`; then `sent`, at most one `first_token`, and one of
     `finished` and `failed`, all with its id. A request that is sent again to another engine first `failed`, and has
     another id then. What the methods other than `choose` are told of unknown requests or engines has no effect.
+    Each of these does nothing where a strategy leaves it out.
     """
 
-    reads: ClassVar[Reads]
+    reads: ClassVar[Reads] = Reads.NOTHING
     """What `Prompt` has to hold. A prompt without it is still served, as one of which nothing is cached."""
-    follows_events: ClassVar[bool]
+    follows_events: ClassVar[bool] = False
     """Whether `kv_event` does anything."""
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
@@ -26,43 +27,24 @@ class Strategy(Protocol):
 
     def sent(self, request: RequestId, prompt: Prompt, choice: Choice, now_s: float) -> None:
         """The request goes to the engine that was chosen; counts at once against it."""
+        return
 
     def first_token(self, request: RequestId, now_s: float) -> None:
         """The first token of the answer is there."""
+        return
 
     def finished(self, request: RequestId, now_s: float) -> None:
         """The answer is complete, or its client left."""
+        return
 
     def failed(self, request: RequestId, now_s: float) -> None:
         """The engine refused the request or broke off."""
+        return
 
     def engine_left(self, engine: EngineId) -> None:
         """The engine is gone, or came back empty: forget its content, and its requests under way."""
+        return
 
     def kv_event(self, engine: EngineId, event: KvEvent) -> None:
         """An engine told what it holds."""
-
-
-class Memoryless:
-    """Does nothing about anything that is told: the base of strategies that need only part of it."""
-
-    reads: ClassVar[Reads] = Reads.NOTHING
-    follows_events: ClassVar[bool] = False
-
-    def sent(self, request: RequestId, prompt: Prompt, choice: Choice, now_s: float) -> None:
-        """Does nothing."""
-
-    def first_token(self, request: RequestId, now_s: float) -> None:
-        """Does nothing."""
-
-    def finished(self, request: RequestId, now_s: float) -> None:
-        """Does nothing."""
-
-    def failed(self, request: RequestId, now_s: float) -> None:
-        """Does nothing."""
-
-    def engine_left(self, engine: EngineId) -> None:
-        """Does nothing."""
-
-    def kv_event(self, engine: EngineId, event: KvEvent) -> None:
-        """Does nothing."""
+        return
