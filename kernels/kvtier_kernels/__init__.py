@@ -12,6 +12,7 @@
 | `merge_states`, `slot_write` | the other Triton kernels with their launchers |
 | `paged_softmax` | the loops over keys that the attention kernels share |
 | `shared_prefixes` | which sequences of a batch share leading blocks |
+| `invariant.linear`, `invariant.rms_norm` | products and norms of a model, with bits that depend on a token alone |
 | `block_copy`, `part_copy` | copies between paged KV and staging: whole blocks, or parts of blocks, layer by layer |
 | `row_copy`, `copy_pieces` | the kernel of these copies, and what all copies share |
 | `quantised_copy` | the same in the form of a lossy codec (`records`) |

@@ -230,12 +230,7 @@ def _model(section: EngineConfig, config: ModelConfig, weights: LlamaWeights) ->
     :raises ConfigError: it is asked for and cannot be had.
     """
     on_cuda = weights.embedding.device.type == "cuda"
-    if section.batch_invariant and on_cuda:
-        raise ConfigError(
-            "engine.batch_invariant: true, but on CUDA products of matrices are not invariant; leave it out, "
-            'or set engine.device to "cpu"'
-        )
-    may_be_invariant = section.may_be_invariant and not config.is_gemma
+    may_be_invariant = section.may_be_invariant and config.attention_soft_cap is None
     if section.batch_invariant is None and not on_cuda and may_be_invariant:
         try:
             return LlamaModel(config, weights, batch_invariant=True)

@@ -21,9 +21,8 @@ from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.paged_kv import allocate_kv, kv_namespace
 from kvtier_engine.model.products import BASE, InvariantProducts
-from kvtier_kernels import AttentionBatch, Scoring, paged_attention
+from kvtier_kernels import AttentionBatch, Scoring, paged_attention, paged_attention_reference
 from kvtier_kernels.attention import attention_cpu_tiles, attention_cpu_trial
-from kvtier_kernels.attention.paged_attention import plan_with_triton
 
 Result = tuple[dict[int, Tensor], Tensor]
 LENGTH = 330
@@ -129,14 +128,17 @@ def test_a_place_in_the_tile_that_matters_is_refused(monkeypatch: pytest.MonkeyP
         products._alike(torch.empty(8, 8))
 
 
-def test_silu_has_the_same_bits_in_every_lane() -> None:
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gates_have_the_same_bits_in_every_lane(gelu: bool) -> None:
     """Vector instructions take most elements, plain ones the last few; in bfloat16 all inputs can be tried."""
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[~every.isnan()]
     every = every[: len(every) // 64 * 64]
-    alone = torch.nn.functional.silu(every.view(-1, 1).expand(-1, 2)[:, 0])
-    few = torch.cat([torch.nn.functional.silu(part.clone()) for part in every.split(3)])
+    alone = products._opened(every.view(-1, 1).expand(-1, 2)[:, 0], gelu=gelu)
+    few = torch.cat([products._opened(part.clone(), gelu=gelu) for part in every.split(3)])
     assert torch.equal(alone, few)
+    plain = products.opened(every.double(), gelu=gelu).to(torch.bfloat16)
+    assert torch.allclose(alone.float(), plain.float(), rtol=0.01, atol=1e-9, equal_nan=True)
 
 
 @pytest.mark.parametrize("width", [80, 100, 1000])
@@ -169,8 +171,10 @@ def test_a_row_that_is_left_over_is_not_computed_alone(monkeypatch: pytest.Monke
     assert not attention_cpu_trial.rows_are_alike(3, 1, 16, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_few_queries_have_the_bits_of_many_in_all_tiles(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "window"), [(torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, 300), (torch.bfloat16, 20)]
+)
+def test_few_queries_have_the_bits_of_many_in_all_tiles(dtype: torch.dtype, window: int | None) -> None:
     """In tiles that are attended with all keys before them in one call, and in those that are merged."""
     generator, num_keys, tokens_per_block = torch.Generator().manual_seed(4), 1100, 24
     num_blocks = -(-num_keys // tokens_per_block)
@@ -180,19 +184,33 @@ def test_few_queries_have_the_bits_of_many_in_all_tiles(dtype: torch.dtype) -> N
     def attended(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """Attends queries `first` to `stop` of each span, each a sequence, whose memory behind them is not KV."""
         kv, tables = [], torch.full((len(spans), num_blocks + 1), -1)
-        for seq, (_, stop) in enumerate(spans):
+        for seq, (first, stop) in enumerate(spans):
             of = kv_layer[: -(-stop // tokens_per_block)].clone()
             of[-1, :, (stop - 1) % tokens_per_block + 1 :] = math.nan
             tables[seq, : len(of)] = torch.arange(len(of)) + sum(map(len, kv))
+            if window is not None:  # what no query sees may be anything, or not be there at all
+                num_unseen = max(0, first - window + 1)
+                of[: num_unseen // tokens_per_block] = math.nan
+                of[num_unseen // tokens_per_block, :, : num_unseen % tokens_per_block] = math.nan
+                tables[seq, : num_unseen // tokens_per_block] = -1
             kv.append(of)
         starts = torch.tensor([0, *itertools.accumulate(stop - first for first, stop in spans)])
         lens = torch.tensor([stop for _, stop in spans])
-        batch = AttentionBatch(tables, starts, lens, scale=0.125, invariant=True)
+        batch = AttentionBatch(tables, starts, lens, scale=0.125, window=window, invariant=True)
         rows = torch.cat([query[first:stop] for first, stop in spans])
         lse = torch.empty(rows.shape[:2])
         return paged_attention(rows, torch.cat(kv), batch, lse=lse), lse
 
     out, lse = attended([(0, num_keys)])
+    plain = AttentionBatch(
+        torch.arange(num_blocks)[None],
+        torch.tensor([0, num_keys]),
+        torch.tensor([num_keys]),
+        scale=0.125,
+        window=window,
+    )
+    expected = paged_attention_reference(query, kv_layer, plain)
+    assert (out - expected).abs().max().item() <= 4 * torch.finfo(dtype).eps * expected.abs().max().item()
     alone = [(0, 1), (255, 257), (299, 300), (700, 760), (1000, 1040), (1023, 1024), (1024, 1025), (1090, 1100)]
     together = [(255, 256), (299, 300), (300, 301), (510, 514), (511, 512), (1024, 1025), (1099, 1100)]
     for spans in (*([span] for span in alone), together):
@@ -220,14 +238,12 @@ def test_what_would_break_it_is_refused() -> None:
         assert config.engine.may_be_invariant is may
 
 
-@pytest.mark.parametrize("of", [{"window": 8}, {"scoring": Scoring(soft_cap=5.0)}])
-def test_invariant_attention_takes_neither_window_nor_scoring(of: dict[str, Any]) -> None:
+def test_invariant_attention_takes_no_scoring() -> None:
     query, kv_layer = torch.zeros(1, 2, 16), torch.zeros(1, 2, 4, 1, 16)
     index = torch.zeros(1, 1, dtype=torch.int64), torch.tensor([0, 1]), torch.tensor([1])
-    with pytest.raises(ValueError, match="invariant attention"):
-        paged_attention(query, kv_layer, AttentionBatch(*index, scale=1.0, invariant=True, **of))
-    with pytest.raises(ValueError, match="on CPU only"):
-        plan_with_triton(query, kv_layer, AttentionBatch(*index, scale=1.0, invariant=True))
+    for scoring in (Scoring(soft_cap=5.0), Scoring(sinks=torch.zeros(2))):
+        with pytest.raises(ValueError, match="invariant attention"):
+            paged_attention(query, kv_layer, AttentionBatch(*index, scale=1.0, invariant=True, scoring=scoring))
 
 
 def test_a_branch_does_not_depend_on_how_many_there_are(medium: tuple[ModelConfig, LlamaModel]) -> None:

@@ -1,5 +1,8 @@
 """On a machine with a GPU: the kernels as they are compiled there, real streams, and the engine's forward pass."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from kvtier.device.kv import Blocks
 from kvtier.device.pinned_memory import pins_read_only
 from kvtier.memory.arena import Arena
 from kvtier_bench.gpu.measuring.host_copies import lent_by
+from kvtier_bench.gpu.measuring.models import random_weights
 from kvtier_engine.model.cuda_graphs import with_cuda_graphs
 from kvtier_engine.model.devices import device_kv, weights_on
 from kvtier_engine.model.llama import Chunk, LlamaModel
@@ -163,3 +167,27 @@ def test_the_forward_pass_gives_what_it_gives_on_cpu() -> None:
         steps = [model.forward([Chunk(ids[a:b], a, table) for table in tables], kv).cpu() for a, b in cuts]
         logits.append(torch.stack(steps))
     assert (logits[0] - logits[1]).abs().max().item() < 1e-3
+
+
+def test_an_invariant_model_has_the_same_bits_cold_cached_chunked_batched_and_replayed() -> None:
+    """In bfloat16, with layers large enough for several tiles of products and of keys."""
+    config = replace(CONFIG, hidden_size=512, intermediate_size=768, num_attention_heads=8, head_dim=64)
+    tokens = torch.randint(0, config.vocab_size, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    model = LlamaModel(config, random_weights(config, torch.bfloat16, CUDA), batch_invariant=True)
+    kv = allocate_kv(config, 100, TOKENS_PER_BLOCK, torch.bfloat16, CUDA)
+    graphed = with_cuda_graphs(model, kv, max_seqs=5, max_seq_len=len(tokens))
+    table, others = list(range(75)), [Chunk([9], 0, [75 + row]) for row in range(4)]
+    kv.tensor.fill_(float("nan"))
+    expected, whole = model.forward([Chunk(tokens, 0, table)], kv)[-1].clone(), kv.tensor[:75].clone()
+    assert expected.isfinite().all()
+    assert whole.isfinite().all()
+    for forward, cuts, beside in (
+        (model.forward, (0, 1, 130, 297, 298, 299, 300), []),
+        (model.forward, (0, 200, 299, 300), others),
+        (graphed.forward, (0, 297, 298, 299, 300), others[:2]),
+    ):
+        kv.tensor.fill_(float("nan"))
+        for start, stop in itertools.pairwise(cuts):
+            logits = forward([*beside, Chunk(tokens[start:stop], start, table)], kv)[-1]
+        assert torch.equal(logits, expected)
+        assert torch.equal(kv.tensor[:75], whole)

@@ -6,7 +6,7 @@ from kvtier_bench.gpu.run.journal import Journal
 from kvtier_bench.gpu.run.parts import Part
 from kvtier_bench.gpu.run.runner import Run, run_parts
 
-COMPUTING = ("smoke", "prefill", "decode", "shared-decode", "decode-step", "layers", "checks", "sweep")
+COMPUTING = ("smoke", "prefill", "decode", "shared-decode", "decode-step", "layers", "invariant", "checks", "sweep")
 """Parts whose faults are in what computes; of the others, in what moves blocks."""
 
 

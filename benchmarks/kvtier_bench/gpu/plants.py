@@ -200,6 +200,7 @@ _FAULTS: dict[str, Callable[[], None]] = {
     "shared-decode": _attention("shared_prefix_decode"),
     "decode-step": _steps,
     "layers": _layers,
+    "invariant": _steps,
     "sweep": _attention("prefix_prefill", "paged_decode", alter=_altered_every_other_time),
 }
 

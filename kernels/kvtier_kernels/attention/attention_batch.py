@@ -1,8 +1,9 @@
 """What attention over paged KV is told of a batch: described and checked here, for all functions that compute it."""
 
 import math
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kvtier_kernels.arguments import check_index, check_kv_layer, check_kv_scales, check_lse, check_rows
@@ -48,7 +49,8 @@ class AttentionBatch:
     how it is computed depends on it. Not used on CPU, nor with `window` or slopes."""
     invariant: bool = False
     """Whether the bits of a query's result depend on its own keys alone: not on the queries and sequences beside it,
-    nor on how many of its keys are new. On CPU only, and not together with `window` or a `scoring`."""
+    nor on how many of its keys are new. Not on CPU together with a `scoring`; on CUDA it takes longer,
+    decodes of few long sequences above all, and `prefixes` are not used."""
 
     def starts_on_host(self) -> list[int]:
         """Returns `query_starts` as numbers, those of one query per sequence where it is None. Waits for its device."""
@@ -56,6 +58,12 @@ class AttentionBatch:
             return list(range(self.seq_lens.numel() + 1))
         starts: list[int] = self.query_starts.tolist()
         return starts
+
+    def with_starts(self) -> "AttentionBatch":
+        """The batch with `query_starts`, those of one query per sequence where it has none. Waits for nothing."""
+        if self.query_starts is not None:
+            return self
+        return replace(self, query_starts=torch.arange(len(self.seq_lens) + 1, device=self.seq_lens.device))
 
     def check(self, query: Tensor, kv_layer: Tensor, kv_scales: Tensor | None, lse: Tensor | None) -> None:
         """All fits together: groups of query heads, a table and a length a sequence. Looks at no value on a device.
@@ -79,9 +87,6 @@ class AttentionBatch:
         for name, hint in (("max_seq_len", self.max_seq_len), ("num_keys", self.num_keys)):
             if hint is not None and hint < 0:
                 raise ValueError(f"{name} is {hint}: needs at least 0, or None")
-        scored = self.scoring.changes_scores or self.scoring.sinks is not None
-        if self.invariant and (self.window is not None or scored):
-            raise ValueError("invariant attention takes neither a window nor a scoring: leave out one or the other")
         check_kv_layer(kv_layer)
         check_kv_scales(kv_scales, kv_layer)
         if lse is not None:

@@ -30,8 +30,10 @@ _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 def plan_on_cpu(query: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> "CpuPlan":
     """How `paged_attention` of CPU tensors is computed, whose shapes have been checked there.
 
-    :raises ValueError: on lengths that do not fit.
+    :raises ValueError: on lengths that do not fit, or on an invariant batch with a scoring.
     """
+    if batch.invariant and (batch.scoring.changes_scores or batch.scoring.sinks is not None):
+        raise ValueError("invariant attention on CPU takes no scoring: leave out one or the other")
     starts, lengths, tokens_per_block = batch.starts_on_host(), batch.seq_lens.tolist(), kv_layer.size(2)
     if (starts[0], starts[-1]) != (0, query.size(0)):
         raise ValueError(f"query_starts from {starts[0]} to {starts[-1]}: needs 0 to {query.size(0)}")
@@ -82,11 +84,12 @@ def _sequence(batch: AttentionBatch, seq: int, first: int, stop: int, tokens_per
     return OneSequence(slice(first, stop), GatheredValues(block_ids, seen), attend)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, batch: AttentionBatch) -> Tensor:
-    """Attends one sequence. `query`, `out`: `[queries, num_heads, D]`; `keys`, `values`: `[num_kv_heads, keys, D]`.
+def _attend(query: Tensor, of_keys: tuple[Tensor, Tensor], out: Tensor, *, batch: AttentionBatch) -> Tensor:
+    """Attends one sequence. `query`, `out`: `[queries, num_heads, D]`; keys and values: `[1, num_kv_heads, keys, D]`.
 
     Returns the log-sum-exp, `[queries, num_heads]`.
     """
+    keys, values = (of.squeeze(0) for of in of_keys)
     scale, window, scoring = batch.scale, batch.window, batch.scoring
     num_queries, num_heads, head_dim = query.shape
     num_kv_heads, num_keys, _ = keys.shape

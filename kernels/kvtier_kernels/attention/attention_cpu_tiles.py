@@ -2,9 +2,10 @@
 
 Keys are cut into tiles at fixed positions. A query meets all tiles up to its own, which is always of full size, in one
 call with a mask; behind the first tiles, it meets those before its own without a mask, then its own with one, and the
-two states are merged. How many keys are in each call follows from the query's position, not from what is cached or
-computed beside it. Torch's fused attention goes through keys in a fixed order;
-`attention_cpu_trial.rows_are_alike` says whether it gives a row the same bits whatever the number of rows.
+two states are merged. With a window, it meets its own tile and those that its tile's first query reaches into in one
+call with a mask. How many keys are in each call follows from the query's position, not from what is cached or computed
+beside it. Torch's fused attention goes through keys in a fixed order; `attention_cpu_trial.rows_are_alike` says whether
+it gives a row the same bits whatever the number of rows.
 """
 
 import functools
@@ -65,22 +66,48 @@ def plan_in_tiles(
 
     :param starts: `query_starts` of the batch, and `lengths` its `seq_lens`.
     """
-    parts, single = list[CpuPart](), defaultdict[int, list[int]](list)
+    parts, single, reach = list[CpuPart](), defaultdict[int, list[int]](list), Reach(batch.scale, batch.window)
+
+    def gathered(seqs: Sequence[int], first_query: int, stop: int) -> GatheredValues:
+        """What these sequences' queries meet, of which the first stands in the tile of `first_query`."""
+        span = reach.first_key(first_query // TILE_KEYS * TILE_KEYS), stop
+        num_keys = [lengths[seq] for seq in seqs]
+        seen = [reach.first_seen(lengths[seq] - (starts[seq + 1] - starts[seq])) for seq in seqs]
+        return GatheredValues.padded(batch.block_tables, seqs, num_keys, span, tokens_per_block, seen)
+
     for seq, num_keys in enumerate(lengths):
-        room = padded_keys(num_keys)
-        if starts[seq + 1] - starts[seq] == 1:
-            single[room].append(seq)
+        stop, num_queries = padded_keys(num_keys), starts[seq + 1] - starts[seq]
+        if num_queries == 1:
+            single[stop].append(seq)
             continue
-        values = GatheredValues.padded(batch.block_tables, [seq], [num_keys], room, tokens_per_block)
-        attend = functools.partial(attend_in_tiles, scale=batch.scale, num_keys=num_keys)
+        values = gathered([seq], num_keys - num_queries, stop)
+        attend = functools.partial(attend_in_tiles, reach=reach, num_keys=num_keys)
         parts.append(OneSequence(slice(starts[seq], starts[seq + 1]), values, attend))
-    for room, of_room in single.items():
-        step = max(1, _MOST_KEYS_TOGETHER // room)
-        for seqs in (of_room[first : first + step] for first in range(0, len(of_room), step)):
-            rows, num_keys_of = torch.tensor([starts[seq] for seq in seqs]), [lengths[seq] for seq in seqs]
-            values = GatheredValues.padded(batch.block_tables, seqs, num_keys_of, room, tokens_per_block)
-            parts.append(_NewestTokens(rows, values, room - TILE_KEYS, batch.scale))
+    for stop, of_stop in single.items():
+        tile = stop - TILE_KEYS
+        step = max(1, _MOST_KEYS_TOGETHER // (stop - reach.first_key(tile)))
+        for seqs in (of_stop[first : first + step] for first in range(0, len(of_stop), step)):
+            places = [lengths[seq] - 1 - tile for seq in seqs]
+            rows = torch.tensor([starts[seq] for seq in seqs])
+            parts.append(_NewestTokens(rows, gathered(seqs, tile, stop), places, tile, reach))
     return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How queries attend, and to which keys."""
+
+    scale: float
+    window: int | None = None
+    """As `AttentionBatch` has it."""
+
+    def first_seen(self, query: int) -> int:
+        """The first key that the query at this position sees."""
+        return 0 if self.window is None else max(0, query - self.window + 1)
+
+    def first_key(self, tile: int) -> int:
+        """The first key that the queries of the tile at this position meet, where a tile begins."""
+        return self.first_seen(tile) // TILE_KEYS * TILE_KEYS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,13 +116,12 @@ class OneSequence:
 
     queries: slice
     values: GatheredValues
-    attend_one: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    """Attends them: query and out `[queries, num_heads, D]`, keys and values `[num_kv_heads, keys, D]` in the order
-    query, keys, values, out. Returns the log-sum-exp."""
+    attend_one: Callable[[Tensor, tuple[Tensor, Tensor], Tensor], Tensor]
+    """Attends them: query and out `[queries, num_heads, D]`, keys and values `[1, num_kv_heads, keys, D]`, in the order
+    query, (keys, values), out. Returns the log-sum-exp."""
 
     def attend(self, query: Tensor, values: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
-        keys, values_here = (of.squeeze(0) for of in values)
-        return self.attend_one(query[self.queries], keys, values_here, out[self.queries])
+        return self.attend_one(query[self.queries], values, out[self.queries])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,29 +130,33 @@ class _NewestTokens:
 
     queries: Tensor
     values: GatheredValues
+    places: Sequence[int]
+    """Where in that tile each stands."""
     tile: int
-    scale: float
+    reach: Reach
 
     def attend(self, query: Tensor, values: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
-        keys, num_kv_heads, head_dim = values[0], values[0].size(1), query.size(2)
+        num_kv_heads, head_dim = values[0].size(1), query.size(2)
         group = query.size(1) // num_kv_heads
-        places = [num_keys - 1 - self.tile for num_keys in self.values.num_tokens]
-        mask = _tile_mask(query.dtype, group, self.tile).view(TILE_KEYS, 1, group, -1)[places]
-        rows = query[self.queries].view(len(places), num_kv_heads, group, head_dim)
-        attended, lse = _attend_tile(rows, keys, values[1], self.scale, self.tile, mask)
+        mask = _tile_mask(query.dtype, group, self.tile, self.reach).view(TILE_KEYS, 1, group, -1)[self.places]
+        rows = query[self.queries].view(len(self.places), num_kv_heads, group, head_dim)
+        attended, lse = _attend_tile(rows, values, self.reach, self.tile, mask)
         out[self.queries] = attended.flatten(1, 2)
         return lse.flatten(1, 2)
 
 
-def attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, scale: float, num_keys: int) -> Tensor:
+def attend_in_tiles(
+    query: Tensor, values: tuple[Tensor, Tensor], out: Tensor, *, reach: Reach, num_keys: int
+) -> Tensor:
     """Attends the newest of `num_keys` tokens of one sequence causally.
 
     :param query: `[queries, num_heads, D]`, as is `out`.
-    :param keys: `[num_kv_heads, padded_keys(num_keys), D]`, as are `values`; zeros from `num_keys` on.
+    :param values: keys and values, `[1, num_kv_heads, keys, D]`: those that the first query's tile meets, and all
+        behind them up to `padded_keys(num_keys)`; zeros from `num_keys` on.
     :returns: the log-sum-exp, `[queries, num_heads]`.
     """
     num_queries, num_heads, head_dim = query.shape
-    num_kv_heads = keys.size(0)
+    num_kv_heads = values[0].size(1)
     group, before = num_heads // num_kv_heads, num_keys - num_queries
     # [num_kv_heads, queries, group, D]: the heads of one KV head lie side by side.
     grouped = query.view(num_queries, num_kv_heads, group, head_dim).transpose(0, 1)
@@ -134,24 +164,27 @@ def attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *,
     lse = torch.empty((num_kv_heads, num_queries, group))
     for tile in range(before // TILE_KEYS * TILE_KEYS, num_keys, TILE_KEYS):
         first, last = max(tile, before), min(tile + TILE_KEYS, num_keys)
-        here = slice(first - before, last - before)
+        here, stop = slice(first - before, last - before), tile + TILE_KEYS - padded_keys(num_keys)
         rows = grouped[:, here].flatten(1, 2).contiguous()
-        mask = _tile_mask(query.dtype, group, tile)[(first - tile) * group : (last - tile) * group]
-        tile_out, tile_lse = _attend_tile(rows[None], keys[None], values[None], scale, tile, mask)
+        mask = _tile_mask(query.dtype, group, tile, reach)[(first - tile) * group : (last - tile) * group]
+        met = values[0][:, :, : stop or None], values[1][:, :, : stop or None]
+        tile_out, tile_lse = _attend_tile(rows[None], met, reach, tile, mask)
         attended[:, here] = tile_out[0].view(num_kv_heads, last - first, group, head_dim)
         lse[:, here] = tile_lse[0].view(num_kv_heads, last - first, group)
     return lse.transpose(0, 1).flatten(1, 2)
 
 
 def _attend_tile(
-    rows: Tensor, keys: Tensor, values: Tensor, scale: float, tile: int, mask: Tensor
+    rows: Tensor, values: tuple[Tensor, Tensor], reach: Reach, tile: int, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`attend_rows` of queries of the tile at this position over its keys and all before them."""
-    own = slice(tile, tile + TILE_KEYS)
-    if tile < _MERGED_FROM:
-        return attend_rows(rows, keys[:, :, : own.stop], values[:, :, : own.stop], scale, mask)
-    state = attend_rows(rows, keys[:, :, own], values[:, :, own], scale, mask)
-    return _merge(attend_rows(rows, keys[:, :, :tile], values[:, :, :tile], scale), state)
+    """`attend_rows` of queries of the tile at this position over keys and values, which end with that tile's."""
+
+    def attend(first: int | None, stop: int | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        return attend_rows(rows, values[0][:, :, first:stop], values[1][:, :, first:stop], reach.scale, mask)
+
+    if reach.window is not None or tile < _MERGED_FROM:
+        return attend(-(tile + TILE_KEYS - reach.first_key(tile)), None, mask)
+    return _merge(attend(None, -TILE_KEYS, None), attend(-TILE_KEYS, None, mask))
 
 
 def attend_rows(
@@ -192,15 +225,20 @@ def _merge(seen: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]) -> tuple[Ten
     return seen_part.add_(own_part).to(seen_out.dtype), lse.float()
 
 
-def _tile_mask(dtype: torch.dtype, group: int, tile: int) -> Tensor:
+def _tile_mask(dtype: torch.dtype, group: int, tile: int, reach: Reach) -> Tensor:
     """The mask of all queries of the tile at this position, over the keys that `_attend_tile` masks."""
+    if reach.window is not None:
+        return causal_mask(dtype, group, tile - reach.first_key(tile), reach.window)
     return causal_mask(dtype, group, tile if tile < _MERGED_FROM else 0)
 
 
-@functools.lru_cache(maxsize=8)
-def causal_mask(dtype: torch.dtype, group: int, before: int = 0) -> Tensor:
+@functools.lru_cache(maxsize=16)
+def causal_mask(dtype: torch.dtype, group: int, before: int = 0, window: int | None = None) -> Tensor:
     """What is added to scores of a tile behind so many keys: `[TILE_KEYS * group, before + TILE_KEYS]`, a row for each
     query and head."""
-    unseen = torch.ones((TILE_KEYS, before + TILE_KEYS), dtype=torch.bool).triu_(before + 1)
+    every = torch.ones((TILE_KEYS, before + TILE_KEYS), dtype=torch.bool)
+    unseen = every.triu(before + 1)
+    if window is not None:
+        unseen |= every.tril(before - window)
     mask = torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, float("-inf"))
     return mask.repeat_interleave(group, dim=0)

@@ -16,23 +16,40 @@ class GatheredValues:
     tokens: slice
     """Which of the tokens of these blocks, in order, are wanted."""
     num_tokens: Sequence[int] = ()
-    """How many of the blocks' tokens each sequence has; the others are zeros. Empty: all of `tokens` are a sequence's
-    own."""
+    """How many of `tokens` each sequence has; the others are zeros. Empty: all of `tokens` are a sequence's own."""
+    num_unseen: Sequence[int] = ()
+    """How many of the first of `tokens` are zeros, for each sequence. Empty: none."""
 
     @classmethod
     def padded(
-        cls, block_tables: Tensor, seqs: Sequence[int], num_tokens: Sequence[int], room: int, tokens_per_block: int
+        cls,
+        block_tables: Tensor,
+        seqs: Sequence[int],
+        num_tokens: Sequence[int],
+        span: tuple[int, int],
+        tokens_per_block: int,
+        first_seen: Sequence[int] = (),
     ) -> "GatheredValues":
-        """The tokens of these sequences, with zeros up to `room` tokens.
+        """The tokens of these sequences at these positions, with zeros for those that a sequence does not have.
 
-        :param block_tables: of a batch, of which `seqs` are rows; `num_tokens`, at most `room`, one for each of `seqs`.
+        :param block_tables: of a batch, of which `seqs` are rows; `num_tokens`, one for each of `seqs`.
+        :param span: from which position to which, behind all of a sequence's tokens.
+        :param first_seen: tokens before these are zeros, too, one for each of `seqs`; empty: none are.
         """
-        num_blocks = -(-room // tokens_per_block)
-        tables = block_tables[list(seqs), :num_blocks]
-        tables = torch.nn.functional.pad(tables, (0, num_blocks - tables.size(1)))
-        # What stands in a table behind a sequence's blocks need not be a block.
-        firsts = torch.arange(0, num_blocks * tokens_per_block, tokens_per_block)
-        return cls(tables.masked_fill_(firsts >= torch.tensor(num_tokens)[:, None], 0), slice(room), num_tokens)
+        first_block, num_blocks = span[0] // tokens_per_block, -(-span[1] // tokens_per_block)
+        before, first_seen = first_block * tokens_per_block, first_seen or [0] * len(seqs)
+        tables = block_tables[list(seqs), first_block:num_blocks]
+        tables = torch.nn.functional.pad(tables, (0, num_blocks - first_block - tables.size(1)))
+        # What stands in a table before what is seen, and behind a sequence's blocks, need not be a block.
+        firsts = torch.arange(before, num_blocks * tokens_per_block, tokens_per_block)
+        is_none = firsts >= torch.tensor(num_tokens)[:, None]
+        is_none |= firsts + tokens_per_block <= torch.tensor(first_seen)[:, None]
+        return cls(
+            tables.masked_fill_(is_none, 0),
+            slice(span[0] - before, span[1] - before),
+            [num - span[0] for num in num_tokens],
+            [max(0, first - span[0]) for first in first_seen],
+        )
 
     def of(self, kv_layer: Tensor, kv_scales: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, `[seqs, num_kv_heads, tokens, head_dim]` of `dtype`, fresh.
@@ -50,6 +67,8 @@ class GatheredValues:
         values = values.to(dtype)
         for index, num_tokens in enumerate(self.num_tokens):
             values[index, num_tokens:] = 0
+        for index, num_unseen in enumerate(self.num_unseen):
+            values[index, :num_unseen] = 0
         return values.transpose(1, 2)
 
     def _gathered(self, blocks: Tensor) -> Tensor:

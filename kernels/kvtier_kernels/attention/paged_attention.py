@@ -26,8 +26,8 @@ def paged_attention(
 
     Tensors on CPU go through torch's fused attention, tensors on CUDA through the Triton kernels: `paged_decode`
     when every sequence has one query (`shared_prefix_decode` where the batch has `prefixes`), `prefix_prefill`
-    otherwise. Which it is follows from the shapes, so that nothing waits for the device. For the same reason values on
-    a CUDA device are not checked: block ids there must exist.
+    otherwise, and always where the batch is invariant. Which it is follows from the shapes, so that nothing waits for
+    the device. For the same reason values on a CUDA device are not checked: block ids there must exist.
 
     :param batch: it and its `check` describe all arguments.
     :returns: `[num_tokens, num_heads, head_dim]`, contiguous, of query's dtype.
@@ -72,13 +72,13 @@ def plan_with_triton(
 
     :raises ValueError: on a wrong shape, dtype, stride or device.
     """
-    if batch.invariant:
-        raise ValueError("invariant attention is there on CPU only: leave invariant out")
     # Imported here: triton is not needed, and not everywhere to be had, where the engine runs on CPU.
     from kvtier_kernels.attention.paged_decode import plan_decode
     from kvtier_kernels.attention.prefix_prefill import plan_prefill
     from kvtier_kernels.attention.shared_prefix_decode import plan_shared_decode
 
+    if batch.invariant:
+        return plan_prefill(query, kv_layer, batch.with_starts(), kv_scales, lse)
     if batch.prefixes is not None and batch.window is None and batch.scoring.alibi_slopes is None:
         return plan_shared_decode(query, kv_layer, batch, kv_scales, lse)
     # As many queries as sequences, none without a query: one each.

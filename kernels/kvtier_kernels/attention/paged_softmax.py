@@ -23,6 +23,7 @@ def attend_keys(
     score_scale, block_stride, scales_stride,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr,
+    ALL_MASKED: tl.constexpr = False,
 ):  # fmt: skip
     """Attention of a tile of queries over a run of keys: `[rows, COLUMNS]`, and its natural log-sum-exp, `[rows]`.
 
@@ -34,7 +35,8 @@ def attend_keys(
     alibi_slopes, sinks: float32 `[num_heads]`, as in `scoring.Scoring`, or None.
     begin: the first key of the run, a multiple of KEYS or the start of a block; `stop` ends it.
     all_from, all_to: keys between these, whole tiles of them, are seen by every row, and need no mask. Without WINDOW,
-    `all_from` is `begin`.
+    `all_from` is `begin`. With ALL_MASKED both are: every tile of keys goes through the same instructions, whichever
+    rows see it, and one that a row does not see leaves that row's state as it is, bit for bit.
     """
     kv += kv_head * HEAD_DIM
     if PER_KEY_SCALES:
@@ -50,17 +52,18 @@ def attend_keys(
     if sinks is not None:
         peak = tl.load(sinks + head, mask=live, other=0.0) * _LOG2_E
         total += 1.0
-    if WINDOW is not None:
+    if not ALL_MASKED:
+        if WINDOW is not None:
+            weighted, total, peak = _attend_run(
+                weighted, total, peak, q, kv, kv_scales, block_table, begin, all_from, low, stop, position, slope,
+                score_scale, block_stride, scales_stride,
+                HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, SOFT_CAP, KEYS, COLUMNS, PER_KEY_SCALES, True,
+            )  # fmt: skip
         weighted, total, peak = _attend_run(
-            weighted, total, peak, q, kv, kv_scales, block_table, begin, all_from, low, stop, position, slope,
+            weighted, total, peak, q, kv, kv_scales, block_table, all_from, all_to, low, stop, position, slope,
             score_scale, block_stride, scales_stride,
-            HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, SOFT_CAP, KEYS, COLUMNS, PER_KEY_SCALES, True,
+            HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, SOFT_CAP, KEYS, COLUMNS, PER_KEY_SCALES, False,
         )  # fmt: skip
-    weighted, total, peak = _attend_run(
-        weighted, total, peak, q, kv, kv_scales, block_table, all_from, all_to, low, stop, position, slope,
-        score_scale, block_stride, scales_stride,
-        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, SOFT_CAP, KEYS, COLUMNS, PER_KEY_SCALES, False,
-    )  # fmt: skip
     # For one query, once or never. Outside of a loop, the compiler would keep a second copy of q in registers that are
     # not there.
     weighted, total, peak = _attend_run(

@@ -9,6 +9,11 @@ a long one cost a program each, not as many as the longest has (the numbering is
 Programs start from the last tile: within a sequence that is the one with the most keys, and what starts last should
 be short. Few new tokens over many cached ones would leave most of the chip idle, so each tile's keys are cut into
 runs, whose results `merge_states` puts together.
+
+Of an invariant batch keys are not cut, and every tile of keys is masked: a row of products depends on no other row, a
+tile that a row does not see adds zeros to its sums and multiplies them by one, and tiles of keys begin at the same keys
+for all. So a query's bits do not depend on what is computed beside it, nor on how many of its keys are new. Decodes of
+such a batch take this kernel, too.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -57,7 +62,7 @@ def prefix_prefill(
 
     :param batch: it and its `check` describe the arguments. `num_keys` and `prefixes` are not used; `max_seq_len` and
         the shapes decide into how many runs keys are cut.
-    :param num_splits: that number itself; `tiles.prefill_splits` chooses when None.
+    :param num_splits: that number itself; `tiles.prefill_splits` chooses when None. 1 where the batch is invariant.
     :param tile: what `tiles.prefill_tile` chooses when None.
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
@@ -117,6 +122,7 @@ class PrefillPlan:
                 HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
                 WINDOW=batch.window, SOFT_CAP=scoring.soft_cap, TILE_TOKENS=tile_tokens, ROWS=tile.rows, KEYS=tile.keys,
                 COLUMNS=padded_head_dim(head_dim), PER_KEY_SCALES=scales_stride is not None,
+                INVARIANT=batch.invariant,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=FUSE,
             )  # fmt: skip
 
@@ -154,7 +160,11 @@ def plan_prefill(
         )  # fmt: skip
     check_tile(tile, query, kv_layer, chip)
     tile_tokens, room = tile.rows // group, table_width * tokens_per_block
-    if num_splits is None:
+    if batch.invariant:
+        if num_splits not in (None, 1):
+            raise ValueError(f"num_splits is {num_splits}: keys of an invariant batch are not cut; leave it out")
+        num_splits = 1
+    elif num_splits is None:
         seen = batch.window and batch.window + tile_tokens
         max_keys = min(bound for bound in (room, batch.max_seq_len, seen) if bound is not None)
         # Of tiles there are no fewer than this, and no more than programs are started for.
@@ -187,7 +197,7 @@ def _prefill_kernel(
     score_scale, query_stride, block_stride, scales_stride, table_width, max_keys, num_seqs, num_tiles,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr,
+    COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
     """out: `[num_tokens, num_heads, num_splits, HEAD_DIM]`, lse: `[num_tokens, num_heads, num_splits]` or None."""
     program = tl.program_id(0)
@@ -221,6 +231,9 @@ def _prefill_kernel(
     stop = tl.minimum(stop, end)
     all_from = tl.minimum(tl.maximum(all_from, begin), end)
     all_to = tl.maximum(tl.minimum(all_to, end), all_from)
+    if INVARIANT:
+        all_from = begin
+        all_to = begin
 
     row = tl.arange(0, ROWS)
     token = first + row // GROUP
@@ -236,7 +249,7 @@ def _prefill_kernel(
         q, kv, kv_scales, kv_head, block_tables + seq.to(tl.int64) * table_width,
         begin, all_from, all_to, low, stop, before + token, head, live,
         alibi_slopes, sinks, score_scale, block_stride, scales_stride,
-        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, SOFT_CAP, KEYS, COLUMNS, PER_KEY_SCALES,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, SOFT_CAP, KEYS, COLUMNS, PER_KEY_SCALES, INVARIANT,
     )  # fmt: skip
     # Read once more, so that the rows' places are worked out again and do not stay in registers during the loops: with
     # those, two programs of 128 rows and heads of 128 fit a multiprocessor without spilling.

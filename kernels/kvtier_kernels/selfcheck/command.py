@@ -25,6 +25,7 @@ from kvtier_kernels.reference import (
 from kvtier_kernels.scoring import Scoring
 from kvtier_kernels.selfcheck.accuracy import attention_bound, lse_bound, merge_bound, merge_lse_bound
 from kvtier_kernels.selfcheck.copies import Check, copy_checks, random_bits
+from kvtier_kernels.selfcheck.invariance import invariance_checks
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEADS = ((32, 8, 128), (9, 3, 64), (14, 2, 64), (8, 1, 256), (4, 4, 80))
@@ -88,6 +89,7 @@ def all_checks(device: torch.device, longest: int) -> Iterator[tuple[str, Check]
         name = f"{str(dtype).removeprefix('torch.')} heads {heads[0]}/{heads[1]}x{heads[2]} block {tokens_per_block}"
         case = _make(prefill, heads, tokens_per_block, dtype)
         yield f"prefix_prefill {name}", partial(_check_prefill, case, device)
+        yield f"invariant_prefill {name}", partial(_check_invariant, case, device)
         case = _make(decode, heads, tokens_per_block, dtype)
         yield f"shared_prefix_decode {name}", partial(_check_shared, _sharing(case), device)
         yield f"merge_states {name}", partial(_check_merge, heads, dtype, device)
@@ -103,8 +105,10 @@ def all_checks(device: torch.device, longest: int) -> Iterator[tuple[str, Check]
             name = f"{variant} heads {heads[0]}/{heads[1]}x{heads[2]} block {tokens_per_block}"
             prefill_case, decode_case = map(change, of_both)
             yield f"prefix_prefill {name} splits 4", partial(_check_prefill, prefill_case, device, 4)
+            yield f"invariant_prefill {name}", partial(_check_invariant, prefill_case, device)
             yield f"paged_decode {name}", partial(_check_decode, decode_case, None, device)
     yield from copy_checks(device)
+    yield from invariance_checks(device, DTYPES)
 
 
 def _make(
@@ -169,6 +173,23 @@ def _check_prefill(case: _Case, device: torch.device, num_splits: int | None = N
 
     lse = torch.full(case.query.shape[:2], math.nan, device=device)
     return _compare(case, prefix_prefill(*case.on(device), lse, num_splits=num_splits), lse)
+
+
+def _check_invariant(case: _Case, device: torch.device) -> str:
+    """Also the newest query of each sequence as the only one that is computed, bit for bit."""
+    from kvtier_kernels.attention.prefix_prefill import prefix_prefill
+
+    case = replace(case, batch=replace(case.batch, invariant=True))
+    query, kv_layer, batch, scales = case.on(device)
+    lse = torch.full(case.query.shape[:2], math.nan, device=device)
+    out = prefix_prefill(query, kv_layer, batch, scales, lse)
+    newest = torch.tensor(batch.starts_on_host()[1:], device=device) - 1
+    alone_lse = torch.full_like(lse[newest], math.nan)
+    decodes = replace(batch, query_starts=None).with_starts()
+    alone = prefix_prefill(query[newest], kv_layer, decodes, scales, alone_lse)
+    if not (torch.equal(alone, out[newest]) and torch.equal(alone_lse, lse[newest])):
+        return "queries alone have other bits than beside others"
+    return _compare(case, out, lse)
 
 
 def _check_decode(case: _Case, num_splits: int | None, device: torch.device) -> str:

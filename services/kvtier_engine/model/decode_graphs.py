@@ -88,6 +88,8 @@ class GraphedModel:
         return decode.logits[: len(chunks)]
 
     def _sharing_pays(self, chunks: Sequence[Chunk]) -> bool:
+        if self._model.batch_invariant:
+            return False
         index = self._inputs.tables_on_host(chunks)
         return find_shared_prefixes(*index, self._kv.layer(0), self._model.num_heads, replayed=True) is not None
 
@@ -96,7 +98,13 @@ class GraphedModel:
         inputs = self._inputs
         attend = decode_attention(
             (inputs.block_ids[:size], inputs.offsets[:size]),
-            AttentionBatch(inputs.block_tables[:size], None, inputs.seq_lens[:size], scale=self._model.scale),
+            AttentionBatch(
+                inputs.block_tables[:size],
+                None,
+                inputs.seq_lens[:size],
+                scale=self._model.scale,
+                invariant=self._model.batch_invariant,
+            ),
         )
         return self._model.compute(Batch(inputs.token_ids[:size], inputs.positions[:size], attend, None), self._kv)
 

@@ -21,6 +21,16 @@ def arithmetic_fingerprint(model: LlamaModel, config: ModelConfig, dtype: torch.
     invariant engine that took their KV would answer as they do, not as it does itself; so engines whose fingerprints
     differ do not share.
     """
-    kv = allocate_kv(config, 1, _NUM_TOKENS, dtype)
+    kv = allocate_kv(config, 1, _NUM_TOKENS, dtype, model.device)
     model.forward([Chunk([index * _STRIDE % config.vocab_size for index in range(_NUM_TOKENS)], 0, [0])], kv)
-    return hashlib.sha256(_ARITHMETIC + kv.byte_rows().numpy().tobytes()).hexdigest()[:16]
+    kernels = _kernels_on(model.device)
+    return hashlib.sha256(_ARITHMETIC + kernels + kv.byte_rows().cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def _kernels_on(device: torch.device) -> bytes:
+    """Chip and compiler: other tiles of keys give other bits only to prompts of more than one of them."""
+    if device.type != "cuda":
+        return b""
+    import triton
+
+    return f"{torch.cuda.get_device_capability(device)} triton {triton.__version__}".encode()

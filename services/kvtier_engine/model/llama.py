@@ -55,20 +55,13 @@ class LlamaModel:
     def __init__(self, config: ModelConfig, weights: LlamaWeights, *, batch_invariant: bool = False) -> None:
         """
         :param batch_invariant: a token's KV and logits have the same bits whatever is computed beside it, and however
-            the tokens before it came into their blocks. On CPU only.
+            the tokens before it came into their blocks.
         :raises ConfigError: this machine's products of matrices cannot be made so.
         """
         self.batch_invariant = batch_invariant
-        if batch_invariant and config.is_gemma:
-            raise ConfigError("engine.batch_invariant: not with sliding windows and soft caps; set it to false")
-        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        if batch_invariant and not rows_are_alike(*heads, weights.embedding.dtype):
-            raise ConfigError(
-                "engine.batch_invariant: in this machine's attention a query's last bits depend on how many there are; "
-                "set it to false"
-            )
-        plain = PlainProducts(gelu=config.is_gemma)
-        self._products: Products = InvariantProducts(weights) if batch_invariant else plain
+        self._products: Products = (
+            _invariant(config, weights) if batch_invariant else PlainProducts(gelu=config.is_gemma)
+        )
         self._config = config
         self._weights = weights
         with torch.device(weights.embedding.device):  # what it allocates, it allocates there
@@ -92,6 +85,11 @@ class LlamaModel:
         :returns: float32 `[len(chunks), vocab_size]`, on that device: logits after the last token of each chunk.
         """
         return self.compute(self._gather(chunks, kv), kv)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._weights.embedding.device
 
     @property
     def scale(self) -> float:
@@ -120,18 +118,18 @@ class LlamaModel:
             hidden *= torch.tensor(config.hidden_size**0.5, dtype=hidden.dtype)
         for index, layer in enumerate(weights.layers):
             cos, sin, attend = in_window if self._is_windowed[index] else everywhere
-            normed = _rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+            normed = self._products.norm(hidden, layer.input_norm, config.rms_norm_eps)
             attended = self._attention(layer, normed, cos, sin, kv.layer(index), attend)
             hidden += self._normed(attended, layer.attention_output_norm)
-            normed = _rms_norm(hidden, layer.pre_mlp_norm, config.rms_norm_eps)
+            normed = self._products.norm(hidden, layer.pre_mlp_norm, config.rms_norm_eps)
             hidden += self._normed(self._products.gated(normed, layer.gate_up, layer.down), layer.mlp_output_norm)
         last = hidden if batch.last_rows is None else hidden[batch.last_rows]
-        last = _rms_norm(last, weights.final_norm, config.rms_norm_eps)
+        last = self._products.norm(last, weights.final_norm, config.rms_norm_eps)
         logits, cap = self._products.linear(last, weights.lm_head).float(), config.final_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _normed(self, added: Tensor, weight: Tensor | None) -> Tensor:
-        return added if weight is None else _rms_norm(added, weight, self._config.rms_norm_eps)
+        return added if weight is None else self._products.norm(added, weight, self._config.rms_norm_eps)
 
     def _attention(
         self, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, attend: LayerAttention
@@ -144,7 +142,7 @@ class LlamaModel:
         fused = self._products.linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, head_dim)
         query_key = fused[:, : heads + kv_heads]
         if layer.qk_norm is not None:
-            query_key = _rms_norm(query_key, layer.qk_norm, self._config.rms_norm_eps)
+            query_key = self._products.norm(query_key, layer.qk_norm, self._config.rms_norm_eps)
         rotated = rotate(query_key, cos, sin)
         attended = attend(kv_layer, rotated[:, :heads], rotated[:, heads:], fused[:, heads + kv_heads :])
         return self._products.linear(attended.flatten(1), layer.attention_output)
@@ -169,7 +167,9 @@ class LlamaModel:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
         query_starts = there(np.array(starts))
-        prefixes = find_shared_prefixes(tables_here, seq_lens, kv.layer(0), self.num_heads) if decodes else None
+        prefixes = None
+        if decodes and not self.batch_invariant:
+            prefixes = find_shared_prefixes(tables_here, seq_lens, kv.layer(0), self.num_heads)
         places = there(block_ids), there(positions % tokens_per_block)
         attention = AttentionBatch(
             there(tables),
@@ -195,11 +195,22 @@ class LlamaModel:
         )
 
 
-def _rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Hugging Face's order of roundings, in three passes: twice as fast as `F.rms_norm` on CPU."""
-    wide = hidden.float()
-    norms: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = norms.square_().div_(hidden.size(-1)).add_(eps).rsqrt_()
-    if weight.dtype == torch.float32:  # Gemma's order
-        return (wide * scale).mul_(weight).to(hidden.dtype)
-    return (wide * scale).to(hidden.dtype).mul_(weight)
+def _invariant(config: ModelConfig, weights: LlamaWeights) -> Products:
+    """Products whose bits do not depend on how many tokens there are.
+
+    :raises ConfigError: they, or attention, cannot be had so.
+    """
+    if weights.embedding.device.type == "cuda":
+        # Imported here: triton is not everywhere to be had.
+        from kvtier_engine.model.triton_products import TritonProducts
+
+        return TritonProducts(gelu=config.is_gemma)
+    if config.attention_soft_cap is not None or config.final_soft_cap is not None:
+        raise ConfigError("engine.batch_invariant: not with soft caps (Gemma 2) on the CPU; set it to false")
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    if not rows_are_alike(*heads, weights.embedding.dtype):
+        raise ConfigError(
+            "engine.batch_invariant: in this machine's attention a query's last bits depend on how many there are; "
+            "set it to false"
+        )
+    return InvariantProducts(weights, gelu=config.is_gemma)

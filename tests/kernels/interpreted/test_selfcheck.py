@@ -10,8 +10,10 @@ from torch import Tensor
 from kvtier_kernels import AttentionBatch, paged_attention_reference
 from kvtier_kernels.attention import merge_states, paged_decode, prefix_prefill, shared_prefix_decode
 from kvtier_kernels.copies import block_checksum, block_copy, part_copy, quantised_copy
+from kvtier_kernels.invariant import linear, rms_norm
 from kvtier_kernels.selfcheck import command as selfcheck
 from kvtier_kernels.selfcheck import copies as selfcheck_copies
+from kvtier_kernels.selfcheck import invariance as selfcheck_invariance
 from kvtier_kernels.writes import slot_write
 
 CPU = torch.device("cpu")
@@ -21,6 +23,9 @@ NUM_COPY_CHECKS = 5 * 3 + 3 + 2 * 2 * 2
 @pytest.fixture(autouse=True)
 def _less_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "HEADS", ((6, 2, 64),))
+    monkeypatch.setattr(selfcheck_invariance, "LINEAR_SIZES", ((100, 70),))
+    monkeypatch.setattr(selfcheck_invariance, "NORM_WIDTHS", (80,))
+    monkeypatch.setattr(selfcheck_invariance, "NUM_ROWS", 24)
     monkeypatch.setattr(selfcheck_copies, "NUM_PAIRS", 3)
     monkeypatch.setattr(selfcheck_copies, "NUM_PARTS", 2)
 
@@ -28,7 +33,7 @@ def _less_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_right_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "DTYPES", (torch.bfloat16, torch.float32))
     checks = dict(selfcheck.run_checks(CPU, longest=70))
-    assert len(checks) == 2 * 7 + 2 * 4 + NUM_COPY_CHECKS
+    assert len(checks) == 2 * 8 + 3 * 4 + 2 * 2 + NUM_COPY_CHECKS
     assert set(checks.values()) == {""}
 
 
@@ -60,6 +65,8 @@ def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefix_decode, "shared_prefix_decode", _wrong)
     monkeypatch.setattr(merge_states, "merge_states", lambda *_args: None)
     monkeypatch.setattr(slot_write, "write_slots", lambda *_args: None)
+    monkeypatch.setattr(linear, "invariant_linear", lambda rows, weight: 1.1 * rows @ weight.t())
+    monkeypatch.setattr(rms_norm, "invariant_rms_norm", lambda rows, *_args: 1.1 * rows)
     monkeypatch.setattr(block_copy, "block_copy", lambda *_args: None)
     monkeypatch.setattr(block_checksum, "block_checksum", lambda _parts, block_ids, *_args: torch.zeros_like(block_ids))
     monkeypatch.setattr(part_copy, "part_copy", lambda *_args, **_options: None)

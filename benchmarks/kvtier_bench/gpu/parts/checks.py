@@ -18,14 +18,14 @@ from kvtier_bench.measuring.report import Case
 
 _MARGIN_S = 2.0
 _SHARES = 8
-"""Processes that check kernels. These take a second each to compile, 165 of them in all."""
+"""Processes that check kernels. These take a second each to compile, some 200 of them in all."""
 _SHARE_THREADS = 2
 """The threads of torch in each process: references are computed on the CPU, and more threads would only wait."""
 _LONGEST_CHECK_S = 20.0
 """The longest time that one check takes, with compiling it and with what a tool makes of it."""
 _SMOKE_KEYS, _ALL_KEYS = 1000, 3000
 """The number of keys of the longest sequence."""
-_TINY_CHECKS = ["--most", "7", "--longest", "20"]
+_TINY_CHECKS = ["--most", "8", "--longest", "20"]
 """The checks that the interpreter does in three seconds."""
 _TAIL_CHARACTERS = 2000
 """The most that is shown of the output of a check that failed otherwise than by a result."""

@@ -36,8 +36,7 @@ def measure(setting: Setting) -> Iterator[Case]:
     kv.tensor.normal_()
     ways: dict[str, _Forward] = {_LAUNCHED: model.forward}
     if setting.launches:
-        recorder: Recorder = CudaRecorder(setting.device) if setting.on_cuda else _Again()
-        ways[_REPLAYED] = GraphedModel(model, kv, recorder, max_seqs=most, max_seq_len=num_keys).forward
+        ways[_REPLAYED] = GraphedModel(model, kv, recorder_of(setting), max_seqs=most, max_seq_len=num_keys).forward
     tables = torch.randperm(kv.num_blocks).view(most, -1).tolist()
     cases: dict[str, Callable[[], Iterator[Case]]] = {}
     for num_seqs in (1, most):
@@ -48,6 +47,11 @@ def measure(setting: Setting) -> Iterator[Case]:
         )
         cases[op] = partial(_step, setting, op, ways, chunks, kv, nbytes)
     yield from each(setting, cases)
+
+
+def recorder_of(setting: Setting) -> Recorder:
+    """What records graphs; where there is no CUDA, one that shows that the part works."""
+    return CudaRecorder(setting.device) if setting.on_cuda else _Again()
 
 
 def _step(

@@ -16,6 +16,8 @@ from kvtier_kernels.attention.paged_decode import paged_decode
 from kvtier_kernels.attention.prefix_prefill import prefix_prefill
 from kvtier_kernels.attention.shared_prefix_decode import shared_prefix_decode
 from kvtier_kernels.attention.shared_prefixes import SharedPrefixes
+from kvtier_kernels.invariant.linear import invariant_linear
+from kvtier_kernels.invariant.rms_norm import invariant_rms_norm
 from kvtier_kernels.scoring import PLAIN, Scoring
 from kvtier_kernels.tiles import Tile
 from kvtier_kernels.writes.slot_write import write_slots
@@ -67,6 +69,13 @@ def configurations(*, candidates: int = 0) -> Iterator[Configuration]:
     kv_dtype, scoring = torch.float8_e4m3fn, _SCORINGS[0][2]
     yield Configuration(f"prefix_prefill {name}", True, partial(_prefill, wide, kv_dtype=kv_dtype, scoring=scoring))
     yield Configuration(f"paged_decode {name}", True, partial(_decode, wide, kv_dtype=kv_dtype, scoring=scoring))
+    for beside, heads, scoring in (("", HEADS[0], PLAIN), ("soft cap ", *_SCORINGS[0][1:])):
+        name = f"prefix_prefill heads {heads[0]}/{heads[1]}x{heads[2]} {beside}invariant"
+        yield Configuration(name, True, partial(_prefill, heads, scoring=scoring, invariant=True))
+    yield Configuration("linear 4096 to 6144", True, partial(_linear, _DTYPE))
+    yield Configuration("linear 4096 to 6144 float32", True, partial(_linear, torch.float32))
+    for width in (4096, 128):
+        yield Configuration(f"rms_norm of {width}", True, partial(_norm, width))
     yield Configuration("kv_write", True, _write)
     for name, launch in copy_launches():
         yield Configuration(name, True, partial(_copy, launch))
@@ -91,11 +100,24 @@ def _arguments(
 
 
 def _prefill(
-    heads: _Heads, chip: int, tile: Tile | None = None, kv_dtype: torch.dtype = _DTYPE, scoring: Scoring = PLAIN
-) -> list[Launch]:
-    arguments = _arguments(heads, 300, kv_dtype, scoring)
+    heads: _Heads, chip: int, tile: Tile | None = None, kv_dtype: torch.dtype = _DTYPE, scoring: Scoring = PLAIN,
+    *, invariant: bool = False,
+) -> list[Launch]:  # fmt: skip
+    query, kv_layer, batch, scales = _arguments(heads, 300, kv_dtype, scoring)
     with _launched(chip) as launches:
-        prefix_prefill(*arguments, tile=tile)
+        prefix_prefill(query, kv_layer, replace(batch, invariant=invariant), scales, tile=tile)
+    return launches
+
+
+def _linear(dtype: torch.dtype, chip: int) -> list[Launch]:
+    with _launched(chip) as launches:
+        invariant_linear(torch.empty((7, 4096), dtype=dtype), torch.empty((6144, 4096), dtype=dtype))
+    return launches
+
+
+def _norm(width: int, chip: int) -> list[Launch]:
+    with _launched(chip) as launches:
+        invariant_rms_norm(torch.empty((7, width), dtype=_DTYPE), torch.empty(width, dtype=_DTYPE), 1e-5)
     return launches
 
 

@@ -34,6 +34,7 @@ PARTS = (
     Part("shared-decode", 12, "parts.decode", "shared"),
     Part("decode-step", 20, "parts.step"),
     Part("layers", 25, "parts.layers"),
+    Part("invariant", 25, "parts.invariant"),
     _CHECKS,
 )
 """The first run. What is right first, then what decides the most; the last has what the others leave."""
