@@ -1,9 +1,11 @@
 """LoRA adapters: computed as if added to the weights, and known by their content."""
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,8 +15,9 @@ from engine_model_rig import small_folder
 from engine_rig import EngineRig
 from kvtier.errors import ConfigError
 from kvtier_engine.model.adapters import load_adapter
-from kvtier_engine.model.llama import LlamaModel
+from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.model_folder import ModelFolder, open_model
+from kvtier_engine.model.paged_kv import allocate_kv
 from kvtier_engine.model.weights import LlamaWeights, load_weights
 from kvtier_engine.scheduling.adapted_model import AdaptedModel
 
@@ -39,30 +42,32 @@ def greedy(hf: Any, tokens: list[int], max_tokens: int) -> list[int]:
     return answer
 
 
-def add_to(hf: Any, folder: Path, scale: float, sign: int) -> None:
-    """Adds an adapter to transformers' model, or takes it out again."""
-    tensors = load_file(folder / "adapter_model.safetensors")
-    for name in (name for name in tensors if ".lora_A." in name):
-        delta = tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
-        weight = hf.get_parameter(name.removeprefix("base_model.model.").replace("lora_A.", ""))
-        weight.data += sign * scale * delta
+def saved_by_peft(folder: Path, hf: Any, **settings: Any) -> Path:
+    """A random adapter of all projections, as PEFT itself makes and saves it. Returns the folder."""
+    torch.manual_seed(2)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **settings)
+    peft.get_peft_model(copy.deepcopy(hf), config).save_pretrained(folder)
+    return folder
 
 
-def test_tokens_are_those_of_added_weights_and_nothing_is_shared(small: Small, tmp_path: Path) -> None:
+def test_logits_and_tokens_are_those_of_peft_and_nothing_is_shared(small: Small, tmp_path: Path) -> None:
+    """Of PEFT on transformers' model, in float32: adapters that it has saved, and one of the first layer alone."""
     folder, weights, hf = small
     tokens = random.Random(4).choices(range(1, 320), k=43)
-    scales = {"one": 2.0, "two": 4.0}
     folders = {
-        "one": random_adapter(tmp_path / "one", SHAPES),
-        "two": random_adapter(tmp_path / "two", SHAPES, num_layers=1, seed=1, use_rslora=True),
+        "saved by PEFT": saved_by_peft(tmp_path / "one", hf, lora_alpha=3),
+        "first layer": random_adapter(tmp_path / "two", SHAPES, num_layers=1, seed=1, use_rslora=True),
     }
-    expected = {None: greedy(hf, tokens, 12)}
-    for name, path in folders.items():
-        add_to(hf, path, scales[name], 1)
-        expected[name] = greedy(hf, tokens, 12)
-        add_to(hf, path, scales[name], -1)
     adapters = {name: load_adapter(path, weights, folder.config, tmp_path) for name, path in folders.items()}
     models = {name: LlamaModel(folder.config, adapter.weights) for name, adapter in adapters.items()}
+    expected = {None: greedy(hf, tokens, 12)}
+    for name, path in folders.items():
+        adapted = peft.PeftModel.from_pretrained(copy.deepcopy(hf), path).eval()
+        expected[name] = greedy(adapted, tokens, 12)
+        with torch.inference_mode():
+            theirs = adapted(torch.tensor([tokens])).logits[0, -1]
+        ours = models[name].forward([Chunk(tokens, 0, range(3))], allocate_kv(folder.config, 3, 16, torch.float32))[0]
+        assert (ours - theirs).abs().max().item() <= 1e-5 * theirs.abs().max().item()
     rig = EngineRig(tiers=False, model=LlamaModel(folder.config, weights), config=folder.config, cache_aware=True)
     rig.scheduler._model = AdaptedModel(rig.scheduler._model, models)
     assert rig.hasher is not None
