@@ -14,11 +14,13 @@ from random import Random
 from typing import Any, TextIO
 
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.metrics.reader import Counter
 
 from kvtier_bench.measuring.workloads import WORKLOADS, Turn
 
 _PATIENCE_S = 60.0
+_COMPUTED = "vllm:prompt_tokens_by_source:local_compute"
 _OF_ENGINE = frozenset(("model_name", "engine"))
 """Labels that all of an engine's counters have."""
 
@@ -81,6 +83,31 @@ class Driver:
             "ttft_s": [*ttft_s.values()],
             "num_computed": num_computed,
             "answers": [answers[number] for number in sorted(answers)],
+        }
+
+    def branch(self, prompt: list[int], num_branches: int, max_tokens: int, seed: int) -> dict[str, float]:
+        """Draws so many answers to one prompt, from an empty prefix cache, and counts the blocks that are taken."""
+        if not self.reset(connector=False):
+            raise RuntimeError("vLLM did not empty its prefix cache: blocks are in use without requests")
+        engine, block_pool = self._llm.llm_engine, self._scheduler.kv_cache_manager.block_pool
+        sampling = SamplingParams(
+            n=num_branches, temperature=1.0, max_tokens=max_tokens, seed=seed, ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+        )  # fmt: skip
+        num_free, most, ttft_s, num_ended = block_pool.get_num_free_blocks(), 0, 0.0, 0
+        computed_before = self.counters().get(_COMPUTED, 0)
+        start = time.perf_counter()
+        engine.add_request("0", TokensPrompt(prompt_token_ids=prompt), sampling)
+        while num_ended < num_branches:
+            for output in engine.step():
+                ttft_s = ttft_s or time.perf_counter() - start
+                num_ended += sum(each.finish_reason is not None for each in output.outputs)
+            most = max(most, num_free - block_pool.get_num_free_blocks())
+        return {
+            "seconds": time.perf_counter() - start,
+            "ttft_s": ttft_s,
+            "most_blocks": most,
+            "num_computed": self.counters().get(_COMPUTED, 0) - computed_before,
         }
 
     def settle(self) -> None:

@@ -83,6 +83,14 @@ class EngineProcess:
         """Serves one round of `measuring.workloads` from an empty prefix cache."""
         return Round(**self._call("serve", work=work, seed=seed))
 
+    def branch(self, prompt: Sequence[int], *, num_branches: int, max_tokens: int, seed: int) -> Mapping[str, float]:
+        """Draws so many answers to one prompt from an empty prefix cache: `seconds`, `ttft_s`, `most_blocks`,
+        `num_computed`."""
+        answer: Mapping[str, float] = self._call(
+            "branch", prompt=prompt, num_branches=num_branches, max_tokens=max_tokens, seed=seed
+        )
+        return answer
+
     def settle(self) -> None:
         """Returns when nothing is being saved any more."""
         self._call("settle")

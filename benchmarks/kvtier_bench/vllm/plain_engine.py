@@ -15,12 +15,15 @@ _KV_GIB = 1
 
 
 @contextmanager
-def vllm_engine(model: Path, dtype: str, threads: int, kv_tokens: int) -> Iterator[tuple[str, EngineProcess]]:
+def vllm_engine(
+    model: Path, dtype: str, threads: int, kv_tokens: int, *, longest_tokens: int = LONGEST_TOKENS
+) -> Iterator[tuple[str, EngineProcess]]:
     """An engine that is ready, and its name.
 
     :param model: a folder of safetensors, or a GGUF file.
     :param threads: of its model; 0: one per core.
     :param kv_tokens: what it has room for.
+    :param longest_tokens: no prompt with its answer has more.
     :raises KvtierError: vLLM is not installed here, or does not start; with its own words.
     """
     require_vllm()
@@ -33,7 +36,7 @@ def vllm_engine(model: Path, dtype: str, threads: int, kv_tokens: int) -> Iterat
             "dtype": dtype,
             "enforce_eager": True,
             "block_size": BLOCK,
-            "max_model_len": LONGEST_TOKENS,
+            "max_model_len": longest_tokens,
             "max_num_seqs": MAX_RUNNING,
             "num_gpu_blocks_override": kv_tokens // BLOCK,
         }
