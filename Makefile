@@ -21,13 +21,13 @@ lint: .venv/dev.stamp
 	$(BIN)/lint-imports
 
 # Three files at a time: tests wait for processes a third of their time. What computes has one thread: threads of two models
-# that wait for each other in loops take for ever.
+# that wait for each other in loops take for ever. `test-triton` has the tests of what `make gpu` runs.
 unit: .venv/dev.stamp
 	KVTIER__ENGINE__NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+		$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/bench/gpu $(PYTEST_ARGS)
 
-# The kernels under the oldest Triton that may be beside them, which is that of many machines with a GPU: interpreted, and
-# compiled ahead of time. About 4 minutes.
+# The kernels, and what `make gpu` runs, under the oldest Triton that may be beside them, which is that of many machines with
+# a GPU: interpreted, and compiled ahead of time. About 4 minutes.
 OLDEST_TRITON := 3.6.0
 WITH_OLDEST_TRITON := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.venv/triton-$(OLDEST_TRITON)
 test-triton: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
