@@ -44,7 +44,7 @@ class GatewayEngineConfig(Section):
     cache, so an engine whose tiers belong to one tenant is to be named here with that one."""
     events: str | None = None
     """ZeroMQ endpoint of its KV events, such as `tcp://10.0.0.1:5557`; `{host}` stands for the host of its URL. For the
-    strategies `precise`, `dynamo` and `priced`, and kvtier's own engine. Without: what it holds is guessed."""
+    strategies `precise`, `dynamo` and `priced`; of vLLM or kvtier's own engine. Without: what it holds is guessed."""
     events_replay: str | None = None
     """Endpoint at which events are to be had that were missed. Without: a gap makes the gateway forget what the engine
     holds."""

@@ -132,7 +132,7 @@ class Api:
                 self._dispatching.strategy.reads,
                 rights.tenant,
                 session,
-                self._fleet.candidates(rights.tenant, cleaned.model),
+                self._fleet.alike(rights.tenant, cleaned.model),
             )
             outgoing = Outgoing(path, body_for, identity, request.headers.get("traceparent"))
             self._metrics.own_seconds.observe(MONOTONIC() - read_s)

@@ -1,7 +1,7 @@
 """Asks the strategy for the engine of each request, and tells it what became of it."""
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from kvtier.clock import MONOTONIC
@@ -32,7 +32,8 @@ class Dispatching:
     def choose(self, prompt: Prompt, model: str | None, tried: Collection[Engine]) -> tuple[Engine, Choice] | None:
         """One of the engines that may get the request and have not been tried; None: there is none."""
         engines = {EngineId(each.url): each for each in self._fleet.candidates(prompt.tenant, model)}
-        candidates = [_candidate(name, engine) for name, engine in engines.items() if engine not in tried]
+        prices = Pricing(self._fleet.engines)
+        candidates = [_candidate(name, engine, prices) for name, engine in engines.items() if engine not in tried]
         if not candidates:
             return None
         choice = self.strategy.choose(prompt, candidates, MONOTONIC())
@@ -89,20 +90,43 @@ class Route:
         (strategy.failed if failed else strategy.finished)(attempt, MONOTONIC())
 
 
-def _candidate(name: EngineId, engine: Engine) -> Candidate:
+class Pricing:
+    """Prices of engines: of what was not learned of one yet, those of others that serve the same models, and where
+    nothing was learned at all, what an H200 with an 8 B model does."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+
+    def of(self, engine: Engine) -> Prices:
+        """What work costs at this engine."""
+        token_s = self._learned(engine, lambda each: each.prices.token_s)
+        pool_bytes_per_s = self._learned(engine, lambda each: each.prices.pool_bytes_per_s)
+        token_bytes = self._learned(engine, _kv_bytes_per_token)
+        if token_s is None and pool_bytes_per_s is None and token_bytes is None and engine.key_form is None:
+            return DEFAULT_PRICES
+        prices = replace(DEFAULT_PRICES, pool_bytes_per_s=pool_bytes_per_s or _POOL_BYTES_PER_S)
+        if token_s is not None:  # as a whole, whatever came before
+            prices = replace(prices, token_s=token_s, token_context_s=0.0, request_s=0.0)
+        if token_bytes is not None:
+            prices = replace(prices, kv_bytes_per_token=max(1, round(token_bytes)))
+        return prices
+
+    def _learned(self, engine: Engine, of: Callable[[Engine], float | None]) -> float | None:
+        """The engine's own, or the mean of those of its like."""
+        own = of(engine)
+        if own is not None or not engine.models:
+            return own
+        alike = [each for each in self._engines if each.models and each.models.keys() == engine.models.keys()]
+        known = [value for each in alike if (value := of(each)) is not None]
+        return sum(known) / len(known) if known else None
+
+
+def _kv_bytes_per_token(engine: Engine) -> float | None:
+    learned, form = engine.prices.block_bytes, engine.key_form
+    return None if learned is None or form is None else learned / form.tokens_per_block
+
+
+def _candidate(name: EngineId, engine: Engine, prices: Pricing) -> Candidate:
     num_waiting = sum(not attempt.has_begun for attempt in engine.attempts)
     load = Load(running=len(engine.attempts) - num_waiting, waiting=num_waiting, kv_use=engine.loads.kv_used)
-    return Candidate(name, load, _prices(engine))
-
-
-def _prices(engine: Engine) -> Prices:
-    """What was learned, and where nothing was, what an H200 with an 8 B model does."""
-    learned, form = engine.prices, engine.key_form
-    if learned.token_s is None and learned.block_bytes is None and learned.pool_bytes_per_s is None and form is None:
-        return DEFAULT_PRICES
-    prices = replace(DEFAULT_PRICES, pool_bytes_per_s=learned.pool_bytes_per_s or _POOL_BYTES_PER_S)
-    if learned.token_s is not None:  # as a whole, whatever came before
-        prices = replace(prices, token_s=learned.token_s, token_context_s=0.0, request_s=0.0)
-    if learned.block_bytes is not None and form is not None:
-        prices = replace(prices, kv_bytes_per_token=max(1, round(learned.block_bytes / form.tokens_per_block)))
-    return prices
+    return Candidate(name, load, prices.of(engine))

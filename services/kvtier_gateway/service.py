@@ -91,7 +91,8 @@ class GatewayService:
         registry = CollectorRegistry()
         describe_process(registry)
         metrics = GatewayMetrics(registry)
-        prompts = self._prompts(metrics)
+        hashers = TenantHashers(config)
+        prompts = self._prompts(hashers, metrics)
         session = await self._stack.enter_async_context(self._session())
         self._fleet = Fleet(session, table, metrics)
         EngineGauges(registry, lambda: self._fleet.engines)
@@ -104,7 +105,7 @@ class GatewayService:
         strategy = make_strategy(table.strategy)
         dispatching = Dispatching(strategy, self._fleet, metrics)
         if strategy.follows_events:
-            listening_to = Subscriptions(lambda: self._fleet.engines, strategy.kv_event)
+            listening_to = Subscriptions(lambda: self._fleet.engines, hashers, strategy.kv_event)
             EventCounts(registry, listening_to.counts)
             self._stack.push_async_callback(_cancelled, asyncio.create_task(listening_to.run()))
         self._api = Api(table, self._keys, self._fleet, prompts, dispatching, forwarding, stalls, metrics)
@@ -116,14 +117,14 @@ class GatewayService:
         scheme = "http" if files is None else "https"
         return Addresses(f"{scheme}://{_address(listening)}", f"http://{_address(status_listening)}")
 
-    def _prompts(self, metrics: GatewayMetrics) -> Prompts:
+    def _prompts(self, hashers: TenantHashers, metrics: GatewayMetrics) -> Prompts:
         config, table = self._config, self._config.gateway
         pool = PoolLookup(config, metrics, table.pool_lookup_timeout_s)
         self._stack.callback(pool.close)
         tokens = None
         if table.tokenizer is not None:
             tokens = PromptTokens(config.references.path(table.tokenizer), int(table.tokens_bytes))
-        prompts = Prompts(tokens, TenantHashers(config), pool)
+        prompts = Prompts(tokens, hashers, pool)
         self._stack.callback(prompts.close)
         return prompts
 

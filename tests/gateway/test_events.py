@@ -12,6 +12,7 @@ import zmq.asyncio
 from kvtier.config.events import EventsConfig
 from kvtier_engine.events.event_form import DEVICE_PLACE, DISK_PLACE, pack_batch, removed, stored
 from kvtier_engine.events.publisher import EventPublisher
+from kvtier_gateway.events.block_names import OwnNames
 from kvtier_gateway.events.subscription import Subscription
 from kvtier_gateway.routing.values import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, Medium
 
@@ -62,7 +63,7 @@ class Heard:
 @contextlib.asynccontextmanager
 async def listening(engine: Engine, heard: Heard, *, replays: bool = True) -> AsyncIterator[Subscription]:
     context = zmq.asyncio.Context()
-    subscription = Subscription(context, engine.endpoint, engine.replay if replays else None, heard.take)
+    subscription = Subscription(context, engine.endpoint, engine.replay if replays else None, OwnNames(), heard.take)
     task = asyncio.create_task(subscription.run())
     try:
         yield subscription

@@ -1,18 +1,27 @@
 """Tokens as engines make them, and what the gateway reads on engines' pages."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from engine_family import make_tokenizer
-from kvtier.identity.keys import BlockHasher, PrefixHasher, tenant_id
+from kvtier.config import parse_config
+from kvtier.config.gateway import GatewayEngineConfig
+from kvtier.identity.keys import BlockHasher, NamespaceId, PrefixHasher, tenant_id
 from kvtier_engine.text.tokenizer import ChatTokenizer
+from kvtier_gateway.engines.engine import Engine, KeyForm
 from kvtier_gateway.engines.page import key_form_in, loads_in
 from kvtier_gateway.engines.prices import LearnedPrices
-from kvtier_gateway.keying.tenants import ChainMemory, short_keys
+from kvtier_gateway.keying.pool import PoolLookup
+from kvtier_gateway.keying.prompts import Prompts
+from kvtier_gateway.keying.tenants import ChainMemory, TenantHashers, short_keys
 from kvtier_gateway.keying.tokenising import PromptTokens
+from kvtier_gateway.metrics import GatewayMetrics
+from kvtier_gateway.routing.values import Reads
 
 LABELS = 'engine="0",model_name="m"'
 
@@ -79,6 +88,23 @@ def test_keys_of_prompts_that_go_on_or_part_are_those_of_an_engine(most_bytes: i
 def test_prompts_that_nobody_knows_the_tokens_of(folder: Path, fields: dict[str, Any]) -> None:
     assert PromptTokens(folder, 1 << 20).of_request(fields) is None
     assert PromptTokens(folder, 1 << 20).of_request({"prompt": [3, 5]}) is not None
+
+
+def test_who_asks_for_an_adapter_has_no_keys(folder: Path) -> None:
+    """Blocks that are computed with it have others."""
+    data = {"tenants": {"red": {"secret": "env:SECRET"}}}
+    config = parse_config(data, source="test", folder=folder, environ={"SECRET": "a secret of the test"})
+    pool = PoolLookup(config, GatewayMetrics(CollectorRegistry()), 1.0)
+    prompts = Prompts(PromptTokens(folder, 1 << 20), TenantHashers(config), pool)
+    table = GatewayEngineConfig(url="http://127.0.0.1:8000")
+    form = KeyForm(4, frozenset([NamespaceId(bytes(16))]))
+    engines = [Engine(table.url, table, key_form=form, adapters=frozenset(["lora"]))]
+    for model, num_keys in (("base", 2), ("lora", None)):
+        fields = {"model": model, "prompt": "nine bytes"}
+        prompt = asyncio.run(prompts.read(fields, Reads.KEYS, "red", None, engines))
+        assert (None if prompt.keys is None else len(prompt.keys)) == num_keys
+    prompts.close()
+    pool.close()
 
 
 def test_the_pages_of_engines() -> None:

@@ -16,8 +16,8 @@ ASKED_FOR = "KVTIER_TEST_VLLM"
 collect_ignore_glob = [] if os.environ.get(ASKED_FOR) == "1" else ["test_*.py"]
 """Ignored, not skipped: where vLLM is not installed, they cannot even be imported."""
 LONG = (
-    "bench beside images kv_events latent modes pool ranks secondary_tier server smollm soak_weights speculation "
-    "states upstream weight_changes"
+    "bench beside gateway images kv_events latent modes pool ranks secondary_tier server smollm soak_weights "
+    "speculation states upstream weight_changes"
 ).split()
 """Modules with engines of several processes, large ones, or many."""
 

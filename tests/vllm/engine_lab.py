@@ -19,6 +19,9 @@ from vllm_rig import BLOCK, ENVIRON, NUM_TOKENS, Adapter, Answer, Picture
 from cache_pool import WAIT_S, until
 
 CHILD = Path(__file__).with_name("engine_child.py")
+SERVERS = CHILD.with_name("server_child.py")
+Server = tuple[Mapping[str, Any] | None, Mapping[str, Any]]
+"""Connector, or None for none, and options of a server."""
 KV_BYTES = 256 << 20
 """Of an engine's device, which it fills with zeros at its start."""
 
@@ -223,24 +226,41 @@ class Lab:
     @contextlib.contextmanager
     def server(self, connector: Mapping[str, Any], **options: Any) -> Iterator[httpx.Client]:
         """vLLM's OpenAI server, when it is healthy."""
-        number = next(self._numbers)
-        address, log = self.home / f"server-{number}.sock", self.home / f"server-{number}.log"
-        flags = _shared_options(self.model, options) | {"uds": address, "kv_transfer_config": dict(connector)}
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_as_flags(flags)]
-        connect = httpx.HTTPTransport(uds=str(address), limits=httpx.Limits(max_keepalive_connections=0))
-        with (
-            self._running(command, log) as process,
-            httpx.Client(base_url="http://vllm", timeout=WAIT_S, transport=connect) as client,
-        ):
+        with self.servers([(connector, options)]) as (client,):
+            yield client
 
-            def healthy() -> bool:
-                assert process.poll() is None, f"the server has ended; {tail_of(log)}"
+    @contextlib.contextmanager
+    def servers(
+        self, wanted: Sequence[tuple[Mapping[str, Any] | None, Mapping[str, Any]]]
+    ) -> Iterator[list[httpx.Client]]:
+        """Several of them, and a client of each, when all are healthy.
+
+        :param wanted: with the option `port`, it listens on 127.0.0.1 in place of a Unix socket, which nobody else can
+            take.
+        """
+        number = next(self._numbers)
+        log = self.home / f"server-{number}.log"
+        command, clients = [sys.executable, str(SERVERS)], []
+        with contextlib.ExitStack() as stack:
+            for place, (connector, options) in enumerate(wanted):
+                flags = _shared_options(self.model, options) | {"host": "127.0.0.1"}
+                socket = None if "port" in options else str(self.home / f"server-{number}-{place}.sock")
+                flags |= {} if socket is None else {"uds": socket}
+                flags |= {} if connector is None else {"kv_transfer_config": dict(connector)}
+                command.append(json.dumps(_as_flags(flags)))
+                connect = httpx.HTTPTransport(uds=socket, limits=httpx.Limits(max_keepalive_connections=0))
+                url = f"http://127.0.0.1:{options.get('port', 80)}"
+                clients.append(stack.enter_context(httpx.Client(base_url=url, timeout=WAIT_S, transport=connect)))
+            process = stack.enter_context(self._running(command, log))
+
+            def healthy(client: httpx.Client) -> bool:
+                assert process.poll() is None, f"the servers have ended; {tail_of(log)}"
                 with contextlib.suppress(httpx.TransportError):
                     return client.get("/health").status_code == 200
                 return False
 
-            until(healthy, f"the server is healthy; {log}")
-            yield client
+            until(lambda: all(map(healthy, clients)), f"the servers are healthy; {log}")
+            yield clients
             process.terminate()
             process.wait(STOP_S)
 

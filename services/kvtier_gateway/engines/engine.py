@@ -65,10 +65,14 @@ class Engine:
     """Looks in a row that have failed."""
     models: Mapping[str, dict[str, Any]] | None = None
     """The models that it serves, by their names, as OpenAI's API lists them; None before it has said so."""
+    adapters: frozenset[str] = frozenset()
+    """Names among `models` of LoRA adapters, as vLLM says: blocks have other keys with them."""
     loads: Loads = Loads()
     takes_tenants: bool | None = None
     """Whether its last page has shown that it keeps tenants apart whom a request names in `kv_transfer_params`; None
     before it was up."""
+    is_vllm: bool | None = None
+    """Whether its last page was vLLM's; None before it was up."""
     was_fenced: bool = False
     """Whether the log has it that no request goes there, as `is_fenced` says."""
     key_form: KeyForm | None = None

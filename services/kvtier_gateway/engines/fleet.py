@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from kvtier.config.gateway import DNS_PREFIX, GatewayConfig, GatewayEngineConfig
 from kvtier_gateway.engines.engine import Engine
-from kvtier_gateway.engines.page import key_form_in, loads_in, takes_tenants
+from kvtier_gateway.engines.page import is_vllm, key_form_in, loads_in, takes_tenants
 from kvtier_gateway.metrics import GatewayMetrics
 
 _MOST_PAGE_BYTES = 16 << 20
@@ -81,6 +81,15 @@ class Fleet:
     def candidates(self, tenant: str, model: str | None) -> list[Engine]:
         """Engines that may get a request of this tenant for this model."""
         return [engine for engine in self.engines if engine.may_serve(tenant, model)]
+
+    def alike(self, tenant: str, model: str | None) -> list[Engine]:
+        """Engines that tell how blocks of such a request are called: candidates, or where none of them has said so yet,
+        as vLLM before its first request, others that serve the same models."""
+        found = self.candidates(tenant, model)
+        if any(engine.key_form is not None for engine in found):
+            return found
+        served = [engine.models.keys() for engine in found if engine.models]
+        return [engine for engine in self.engines if engine.models and engine.models.keys() in served] or found
 
     def models(self, tenant: str) -> dict[str, dict[str, Any]]:
         """The models that the tenant's engines serve which are up, by name."""
@@ -168,10 +177,11 @@ class Fleet:
                 await self._get(engine, "/health")
                 page = await self._get(engine, "/metrics")
                 engine.loads, engine.key_form = loads_in(page), key_form_in(page)
-                engine.takes_tenants = takes_tenants(page)
+                engine.takes_tenants, engine.is_vllm = takes_tenants(page), is_vllm(page)
                 engine.prices.learn(page)
                 if first or not engine.is_up or engine.models is None:
-                    engine.models = _models_in(await self._get(engine, "/v1/models"))
+                    listed = await self._get(engine, "/v1/models")
+                    engine.models, engine.adapters = _models_in(listed), _adapters_in(listed)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             refuses = isinstance(error, aiohttp.ClientConnectorError)
             reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
@@ -224,3 +234,8 @@ def _models_in(page: bytes) -> dict[str, dict[str, Any]]:
         return {str(each["id"]): each for each in listed}
     except (KeyError, TypeError) as error:
         raise ValueError("/v1/models answers what is no list of models") from error
+
+
+def _adapters_in(page: bytes) -> frozenset[str]:
+    """Those of the models in an answer to `/v1/models` that are made of another one."""
+    return frozenset(str(each["id"]) for each in from_json(page)["data"] if each.get("parent") is not None)

@@ -15,6 +15,7 @@ _SAMPLE = re.compile(
 _KEYS = re.compile(rb"^(?:vllm:)?kvtier_namespace_info\{([^\n]*)\} 1", re.MULTILINE)
 _KVTIER = re.compile(rb"^(?:vllm:kvtier_build_info|kvtier_engine_running)[{ ]", re.MULTILINE)
 """What vLLM has from its start on where kvtier is its connector, and kvtier's own engine always."""
+_VLLM = re.compile(rb"^vllm:", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -35,6 +36,11 @@ def takes_tenants(page: bytes) -> bool:
     """Whether the engine runs what keeps the tenants apart whom a gateway names: vLLM's connector, or kvtier's own
     engine. Neither SGLang nor kvtier below vLLM's own offloading takes a tenant's name from a request."""
     return _KVTIER.search(page) is not None
+
+
+def is_vllm(page: bytes) -> bool:
+    """Whether the engine is vLLM, with or without kvtier."""
+    return _VLLM.search(page) is not None
 
 
 def key_form_in(page: bytes) -> KeyForm | None:

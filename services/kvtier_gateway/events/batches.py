@@ -5,35 +5,34 @@ from typing import Any
 
 import msgpack
 
-from kvtier_gateway.routing.values import BlocksCleared, BlocksRemoved, BlocksStored, Key, KvEvent, Medium
+from kvtier_gateway.events.block_names import BlockNames
+from kvtier_gateway.routing.values import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, Medium
 
 _MEDIA = {medium.value: medium for medium in Medium}
+_MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OverflowError, msgpack.UnpackException)
 
 
-def events_in(batch: bytes) -> list[KvEvent]:
-    """What the batch tells of devices and host memory. Raises `ValueError` for what is no batch."""
+def events_in(batch: bytes, names: BlockNames) -> list[KvEvent]:
+    """What the batch tells of devices and host memory. Raises `ValueError` for what is no batch: `names` may have
+    taken in part of it then."""
     try:
         _, events, *_ = msgpack.unpackb(batch)
-        return list(_known(events))
-    except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
+        return list(_known(events, names))
+    except _MALFORMED as error:
         raise ValueError(f"no batch of KV events: {type(error).__name__}") from error
 
 
-def _known(events: list[dict[str, Any]]) -> Iterator[KvEvent]:
+def _known(events: list[dict[str, Any]], names: BlockNames) -> Iterator[KvEvent]:
     for event in events:
         kind = event["type"]
         if kind == "AllBlocksCleared":
+            names.cleared()
             yield BlocksCleared()
             continue
         medium = _MEDIA.get(event.get("medium") or Medium.DEVICE.value)
         if medium is None:
             continue  # a disk
-        if kind == "BlockStored":
-            yield BlocksStored(_keys(event["block_hashes"]), medium)
-        elif kind == "BlockRemoved":
-            yield BlocksRemoved(_keys(event["block_hashes"]), medium)
-
-
-def _keys(hashes: list[int | bytes]) -> list[Key]:
-    """The last 64 bits of each."""
-    return [each if isinstance(each, int) else int.from_bytes(each[-8:], "big") for each in hashes]
+        if kind == "BlockStored" and (keys := names.stored(event, medium)):
+            yield BlocksStored(keys, medium)
+        elif kind == "BlockRemoved" and (keys := names.removed(event, medium)):
+            yield BlocksRemoved(keys, medium)

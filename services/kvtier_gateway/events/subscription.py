@@ -9,6 +9,7 @@ from typing import Any
 from kvtier.clock import MONOTONIC
 from kvtier.system.quiet_log import QuietLog
 from kvtier_gateway.events.batches import events_in
+from kvtier_gateway.events.block_names import BlockNames
 from kvtier_gateway.routing.values import BlocksCleared, KvEvent
 
 _REPLAY_S = 5.0
@@ -32,13 +33,15 @@ class Subscription:
     as blocks come and go.
     """
 
-    def __init__(self, context: Any, endpoint: str, replay: str | None, on_event: OnEvent) -> None:
+    def __init__(self, context: Any, endpoint: str, replay: str | None, names: BlockNames, on_event: OnEvent) -> None:
         """
         :param context: a `zmq.asyncio.Context`; stays the caller's.
         :param endpoint: of the engine's PUB socket.
         :param replay: of its ROUTER socket; None: gaps stay.
+        :param names: of this engine's blocks; taken over.
         """
         self._context, self._endpoint, self._replay, self._on_event = context, endpoint, replay, on_event
+        self._names = names
         self._warn = QuietLog(_log)
         self._next: int | None = None
         """The number of the next batch; None before the first."""
@@ -107,13 +110,14 @@ class Subscription:
         self._next = number + 1
         self.num_batches += 1
         try:
-            for event in events_in(batch):
+            for event in events_in(batch, self._names):
                 self._on_event(event)
         except ValueError as error:
             self._warn.warning(f"KV events of {self._endpoint}: {error}; what is on this engine is learned anew")
             self._forget()
 
     def _forget(self) -> None:
+        self._names.cleared()
         self._on_event(BlocksCleared())
 
     async def _catch_up(self) -> None:

@@ -11,7 +11,9 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvtier_gateway.engines.engine import Engine
+from kvtier_gateway.events.block_names import BlockNames, OwnNames, VllmNames
 from kvtier_gateway.events.subscription import Subscription
+from kvtier_gateway.keying.tenants import TenantHashers
 from kvtier_gateway.routing.values import EngineId, KvEvent
 
 _LOOK_S = 0.5
@@ -41,9 +43,14 @@ class EventCounts(Collector):
 class Subscriptions:
     """Feeds a strategy. Event loop only."""
 
-    def __init__(self, engines: Callable[[], Sequence[Engine]], on_event: Callable[[EngineId, KvEvent], None]) -> None:
+    def __init__(
+        self,
+        engines: Callable[[], Sequence[Engine]],
+        hashers: TenantHashers,
+        on_event: Callable[[EngineId, KvEvent], None],
+    ) -> None:
         """Listens to nothing yet. Needs pyzmq as soon as an engine has an endpoint."""
-        self._engines, self._on_event = engines, on_event
+        self._engines, self._hashers, self._on_event = engines, hashers, on_event
         self._context: Any = None
         self._running: dict[Engine, tuple[Subscription, asyncio.Task[None]]] = {}
 
@@ -68,7 +75,8 @@ class Subscriptions:
         return sum(each.num_batches for each in heard), sum(each.num_gaps for each in heard)
 
     def _keep(self) -> None:
-        wanted = [engine for engine in self._engines() if engine.config.events is not None]
+        # Before an engine was up nobody knows how it names its blocks.
+        wanted = [each for each in self._engines() if each.config.events is not None and each.is_vllm is not None]
         for engine in [engine for engine in self._running if engine not in wanted]:
             self._running.pop(engine)[1].cancel()
         for engine in wanted:
@@ -90,5 +98,12 @@ class Subscriptions:
             self._context,
             endpoint.replace("{host}", host),
             None if replay is None else replay.replace("{host}", host),
+            self._names_of(engine),
             lambda event: self._on_event(name, event),
         )
+
+    def _names_of(self, engine: Engine) -> BlockNames:
+        if not engine.is_vllm:
+            return OwnNames()
+        tenants = self._hashers.tenants if engine.config.tenants is None else engine.config.tenants
+        return VllmNames(self._hashers.of, tenants[0] if len(tenants) == 1 else None)

@@ -48,7 +48,7 @@ class Prompts:
         adapter = model if isinstance(model, str) else ""
         if reads is Reads.NOTHING:
             return Prompt(adapter=adapter, session=session, tenant=tenant)
-        if reads is Reads.KEYS:
+        if reads is Reads.KEYS and not any(adapter in engine.adapters for engine in engines):
             form = _form_of_most(engines)
             keyed = await self._keyed(fields, tenant, form)
             if keyed is not None and form is not None:

@@ -31,6 +31,11 @@ class TenantHashers:
             if table.secret is not None:
                 config.chain_secret(name)
 
+    @property
+    def tenants(self) -> list[str]:
+        """The names of all tenants, those included whose secrets are not here."""
+        return list(self._config.tenants)
+
     def of(self, tenant: str, tokens_per_block: int) -> BlockHasher | None:
         """The tenant's hasher; None where its secret is not here."""
         if tenant not in self._config.tenants or self._config.tenants[tenant].secret is None:
