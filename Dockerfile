@@ -1,4 +1,5 @@
-# The cache pool service: what `kvtier pool serve` needs and no more; no torch, no compiler, no pip.
+# The cache pool service: what `kvtier pool serve` needs and no more; no torch, no compiler, no pip. With KVTIER_EXTRAS=gateway
+# also what `kvtier gateway serve` needs.
 # docs/deployment.md says how to run it. A package index other than pip's default: --build-arg PIP_INDEX_URL=...
 
 # A tag may point to another image tomorrow: docs/deployment.md says how to pin it by its digest.
@@ -6,7 +7,8 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS dependencies
 ARG PIP_INDEX_URL
-# Extras of kvtier: "seal" is 16 MB that only pools with storage keys need. Each has a lock file of its own.
+# Extras of kvtier: "seal" is 16 MB that only pools with storage keys need, "gateway" makes the gateway's image. Each has a lock
+# file of its own.
 ARG KVTIER_EXTRAS
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 RUN python -m venv --without-pip /opt/kvtier

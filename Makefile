@@ -140,6 +140,7 @@ LOCK = .venv/supply/bin/uv pip compile --no-config --quiet --universal --python-
 lock: .venv/supply
 	$(LOCK) pyproject.toml --output-file deploy/locks/pool.txt
 	$(LOCK) pyproject.toml --extra seal --constraint deploy/locks/pool.txt --output-file deploy/locks/pool-seal.txt
+	$(LOCK) pyproject.toml --extra gateway --constraint deploy/locks/pool.txt --output-file deploy/locks/pool-gateway.txt
 	$(PYTHON) deploy/build_requirements.py pyproject.toml | $(LOCK) - --output-file deploy/locks/build.txt
 
 # What is in the pool's image of Python packages, with versions, licences and who needs whom: CycloneDX 1.6 as JSON, of the

@@ -14,7 +14,13 @@ LOCKS = {path.stem: path for path in (ROOT / "deploy" / "locks").iterdir()}
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 BASE: list[str] = PYPROJECT["project"]["dependencies"]
 SEAL: list[str] = PYPROJECT["project"]["optional-dependencies"]["seal"]
-NEEDED = {"pool": BASE, "pool-seal": BASE + SEAL, "build": PYPROJECT["build-system"]["requires"]}
+GATEWAY: list[str] = PYPROJECT["project"]["optional-dependencies"]["gateway"]
+NEEDED = {
+    "pool": BASE,
+    "pool-seal": BASE + SEAL,
+    "pool-gateway": BASE + GATEWAY,
+    "build": PYPROJECT["build-system"]["requires"],
+}
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 IMAGE = {"python_full_version": "3.11.2", "python_version": "3.11", "sys_platform": "linux"}
 """The oldest Python that the image's base may have."""
@@ -62,9 +68,11 @@ def test_what_pyproject_asks_for_is_in_its_lock_file(name: str) -> None:
 
 
 def test_extras_change_nothing_else() -> None:
-    base, sealing = pinned("pool"), pinned("pool-seal")
-    assert base == {name: sealing[name] for name in base}
+    base, sealing, gateway = pinned("pool"), pinned("pool-seal"), pinned("pool-gateway")
+    for extended in (sealing, gateway):
+        assert base == {name: extended[name] for name in base}
     assert "cryptography" in sealing.keys() - base.keys()
+    assert "aiohttp" in gateway.keys() - base.keys()
 
 
 @pytest.mark.parametrize("name", NEEDED)

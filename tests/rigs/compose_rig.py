@@ -52,9 +52,11 @@ def compose(variables: Mapping[str, str], *arguments: str, folder: Path, check: 
     return _run([*command, "--env-file", str(file), *arguments], check=check)
 
 
-def build_image(folder: Path) -> str:
-    compose({"KVTIER_TOKEN_SHA256": "-", "KVTIER_IMAGE": IMAGE}, "build", "pool", folder=folder)
-    return IMAGE
+def build_image(folder: Path, service: str = "pool", image: str = IMAGE) -> str:
+    """Builds the image of a service under this name, which it returns."""
+    variables = {"KVTIER_TOKEN_SHA256": "-", "KVTIER_IMAGE": image, "KVTIER_GATEWAY_IMAGE": image}
+    compose(variables, "--profile", "gateway", "build", service, folder=folder)
+    return image
 
 
 def poll(condition: Callable[[], bool], what: str) -> None:
@@ -81,6 +83,7 @@ class Stack:
         """
         :param folder: for the files of this project.
         :param override: a docker-compose.override.yml; empty: none.
+        :param environ: more variables.
         """
         self.project = f"kvtier-test-{secrets.token_hex(4)}"
         self.token = secrets.token_hex(32)
@@ -94,6 +97,7 @@ class Stack:
             "KVTIER_POOL_DISK": "1GiB",
             "KVTIER_REDIS_MEMORY": "128mb",
             **{f"KVTIER_{name}_PORT": str(port) for name, port in zip(("BLOCK", "GRPC", "HTTP"), ports, strict=True)},
+            **(environ or {}),
         }
         self._files = ["-f", str(ROOT / "docker-compose.yml")]
         if override:
@@ -118,6 +122,10 @@ class Stack:
     def compose(self, *arguments: str) -> str:
         command = ["-p", self.project, *self._files, *arguments]
         return compose(self._variables, *command, folder=self.folder).stdout
+
+    def set(self, variables: Mapping[str, str]) -> None:
+        """Variables for what is started from now on."""
+        self._variables |= variables
 
     def runs(self) -> bool:
         """Whether both containers do."""
