@@ -21,9 +21,10 @@ lint: .venv/dev.stamp
 	$(BIN)/lint-imports
 
 # Three files at a time: tests wait for processes a third of their time. What computes has one thread: threads of two models
-# that wait for each other in loops take for ever. `test-triton` has the tests of what `make gpu` runs.
+# that wait for each other in loops take for ever. `test-triton` has the tests of what `make gpu` runs, and compiles kernels for
+# other chips; `soak-kernels` for all of them with both.
 unit: .venv/dev.stamp
-	KVTIER__ENGINE__NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 \
+	KVTIER__ENGINE__NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 KVTIER_TEST_CHIPS="90 100 120" \
 		$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/bench/gpu $(PYTEST_ARGS)
 
 # The kernels, and what `make gpu` runs, under the oldest Triton that may be beside them, which is that of many machines with
@@ -32,7 +33,8 @@ OLDEST_TRITON := 3.6.0
 WITH_OLDEST_TRITON := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.venv/triton-$(OLDEST_TRITON)
 test-triton: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
 	$(WITH_OLDEST_TRITON) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(OLDEST_TRITON)", triton'
-	$(WITH_OLDEST_TRITON) $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/kernels tests/bench/gpu
+	$(WITH_OLDEST_TRITON) KVTIER_TEST_CHIPS="80 86 89" \
+		$(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/kernels tests/bench/gpu
 
 .venv/triton-$(OLDEST_TRITON): .venv/dev.stamp
 	rm -rf $@ $@.part
@@ -77,9 +79,10 @@ soak-weights: .venv/vllm
 
 # What all default kernels take of all chips, by the newest and the oldest Triton, against docs/kernel-resources.md. About
 # 5 minutes.
+COMPILED := tests/kernels/test_resources.py tests/kernels/test_ahead_of_time.py tests/kernels/test_movement_ahead_of_time.py
 soak-kernels: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
-	KVTIER_TEST_ALL_KERNELS="80 90 100" $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/kernels/test_resources.py
-	KVTIER_TEST_ALL_KERNELS="80 90 100" $(WITH_OLDEST_TRITON) $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/kernels/test_resources.py
+	KVTIER_TEST_ALL_KERNELS="80 90 100" $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) $(COMPILED)
+	KVTIER_TEST_ALL_KERNELS="80 90 100" $(WITH_OLDEST_TRITON) $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) $(COMPILED)
 
 # Engines on a real model under faults of networks, processes, disks, Redis and clocks, every answer compared, for 5 minutes;
 # every kind of fault over every path of a pool, 10 seconds each; 400 processes killed over a disk, and 30 pools in the middle
