@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine_http_rig import parse_event
 from engine_process import CONFIG, PATIENCE_S, EngineProcess, engine_process, start_engine, until
 from kvtier_engine.demo.demo_model import demo_model_path
 
@@ -78,12 +79,17 @@ def test_sigterm_finishes_requests_and_exits_with_0(tmp_path: Path) -> None:
             engine.client.get("/health")
 
 
-def test_sigterm_in_the_middle_of_a_long_answer_says_so_and_exits_with_0(tmp_path: Path) -> None:
+def test_sigterm_in_the_middle_of_answers_says_so_and_exits_with_0(tmp_path: Path) -> None:
     with engine_process(tmp_path, grace_s=1) as engine, ThreadPoolExecutor(1) as thread:
         body = {"prompt": "Count to a million: 1, 2, 3,", "max_tokens": 1200, "temperature": 0}
         answer = thread.submit(engine.client.post, "/v1/completions", json=body)
         until(lambda: engine.metric("kvtier_engine_running") == 1)
-        engine.process.send_signal(signal.SIGTERM)
+        with engine.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as streamed:
+            lines = (line for line in streamed.iter_lines() if line)
+            assert parse_event(next(lines))["choices"]
+            engine.process.send_signal(signal.SIGTERM)
+            *_, last = lines
+        assert parse_event(last)["error"]["code"] == "unavailable"
         response = answer.result(PATIENCE_S)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
         assert engine.process.wait(PATIENCE_S) == 0

@@ -1,8 +1,6 @@
 """Streams and stop sequences of a real model over HTTP: what comes piece by piece is what comes whole."""
 
-import signal
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import openai
@@ -10,7 +8,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from engine_http_rig import parse_event
-from engine_process import FRANCE, MODEL_NAME, PATIENCE_S, EngineProcess, engine_process, until
+from engine_process import FRANCE, MODEL_NAME, EngineProcess, until
 
 COUNT = "Count to a million: 1, 2, 3,"
 
@@ -179,15 +177,3 @@ def test_a_reset_over_http(engine: EngineProcess) -> None:
 def _cached(answer: dict[str, Any]) -> int:
     num_tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return num_tokens
-
-
-def test_sigterm_in_the_middle_of_a_stream_says_so_and_exits_with_0(tmp_path: Path) -> None:
-    with engine_process(tmp_path, grace_s=1, KVTIER__ENGINE__NUM_THREADS="1") as engine:
-        body = {"prompt": COUNT, "max_tokens": 1200, "temperature": 0, "stream": True}
-        with engine.client.stream("POST", "/v1/completions", json=body) as response:
-            lines = (line for line in response.iter_lines() if line)
-            assert parse_event(next(lines))["choices"]
-            engine.process.send_signal(signal.SIGTERM)
-            *_, last = lines
-        assert parse_event(last)["error"]["code"] == "unavailable"
-        assert engine.process.wait(PATIENCE_S) == 0
