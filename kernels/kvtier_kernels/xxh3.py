@@ -29,8 +29,8 @@ _LAST_OFFSET, _MERGE_OFFSET = len(_SECRET) - 64 - 7, 11
 """Bytes into the secret, of the keys for the last 64 bytes and of those for the end. Neither is a multiple of 8."""
 
 SCRAMBLE_AT, LAST_AT, MERGE_AT, START_AT = 16, 24, 32, 40
-"""Where 8 words begin in `table`: of the secret for the scramble, the last stripe and the end, and what accumulators
-begin as. The keys of the stripe with number `r` in its group are those from `r` on."""
+"""The places in `table` where 8 words begin: of the secret for the scramble, the last stripe and the end, and what
+accumulators begin as. The keys of the stripe with number `r` in its group are those from `r` on."""
 
 
 @functools.cache

@@ -80,7 +80,7 @@ class _Rig:
 
 
 def added_cases(folder: Path, strategy: str, calls: int) -> list[Case]:
-    """With 64 and with 8,192 keys, in turn call by call."""
+    """Measures with 64 and with 8,192 keys, in turn call by call."""
     cases = []
     with ExitStack() as stack:
         pool = stack.enter_context(pool_process(folder, 256 << 20))

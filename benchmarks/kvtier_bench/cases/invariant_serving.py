@@ -99,7 +99,7 @@ class Comparison:
         self._token = pool.token
         self._below = {POOL: {"address": pool.unix}, DISK: {"directory": str(folder)}}
         self._reference: list[list[Tensor]] = []
-        """For each prompt, what followed it and its answer's tokens."""
+        """What followed each prompt and its answer's tokens."""
         lengths = [-(-(len(prompt) + answer_tokens) // TOKENS_PER_BLOCK) for prompt in prompts]
         self._room, self._little_room = sum(lengths) + max(lengths), 5 * max(lengths) // 2
 

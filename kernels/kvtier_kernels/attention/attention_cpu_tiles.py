@@ -99,7 +99,7 @@ class Reach:
 
     scale: float
     window: int | None = None
-    """As `AttentionBatch` has it."""
+    """The window of `AttentionBatch`."""
 
     def first_seen(self, query: int) -> int:
         """The first key that the query at this position sees."""
@@ -131,7 +131,7 @@ class _NewestTokens:
     queries: Tensor
     values: GatheredValues
     places: Sequence[int]
-    """Where in that tile each stands."""
+    """The place of each in that tile."""
     tile: int
     reach: Reach
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatheredValues:
-    """Where the keys and values of some sequences lie; the same in all layers. One thread."""
+    """The places of the keys and values of some sequences, which are the same in all layers. One thread."""
 
     block_ids: Tensor
     """int32 or int64 `[seqs, blocks]`. What stands there for no block of a sequence is behind its `num_tokens`."""

@@ -10,7 +10,7 @@ Programs start from the last tile: within a sequence that is the one with the mo
 be short. Few new tokens over many cached ones would leave most of the chip idle, so each tile's keys are cut into
 runs, whose results `merge_states` puts together.
 
-Of an invariant batch keys are not cut, and every tile of keys is masked: a row of products depends on no other row, a
+Keys of an invariant batch are not cut, and every tile of keys is masked: a row of products depends on no other row, a
 tile that a row does not see adds zeros to its sums and multiplies them by one, and tiles of keys begin at the same keys
 for all. So a query's bits do not depend on what is computed beside it, nor on how many of its keys are new. Decodes of
 such a batch take this kernel, too.

@@ -73,7 +73,7 @@ class ChainTile:
     """What a program of `block_checksum`'s second kernel takes, in one warp. Powers of two."""
 
     blocks: int
-    """With 8 threads each."""
+    """How many blocks it takes, with 8 threads each."""
     ahead: int
     """Groups of a block whose sums are loaded together."""
 

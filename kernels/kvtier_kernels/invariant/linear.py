@@ -36,8 +36,8 @@ class ProductTile(NamedTuple):
 
 
 def product_tile(element_bytes: int, chip: tuple[int, int]) -> ProductTile:
-    """By dtype and chip alone. In 16 bits 128 rows, so that a prefill reads a weight from the cache once for as many;
-    one token's products still take no longer than its share of the memory's bandwidth.
+    """The tile, by dtype and chip alone. In 16 bits it has 128 rows, so that a prefill reads a weight from the cache
+    once for as many; one token's products still take no longer than its share of the memory's bandwidth.
 
     :param chip: its compute capability.
     """

@@ -176,7 +176,7 @@ def _check_prefill(case: _Case, device: torch.device, num_splits: int | None = N
 
 
 def _check_invariant(case: _Case, device: torch.device) -> str:
-    """Also the newest query of each sequence as the only one that is computed, bit for bit."""
+    """Compares the newest query of each sequence, too, as the only one that is computed, bit for bit."""
     from kvtier_kernels.attention.prefix_prefill import prefix_prefill
 
     case = replace(case, batch=replace(case.batch, invariant=True))

@@ -88,7 +88,7 @@ class LlamaModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device that the weights are on."""
         return self._weights.embedding.device
 
     @property

@@ -98,9 +98,9 @@ def _opened(gate: Tensor, *, gelu: bool) -> Tensor:
     """`opened`, with the same bits wherever an element stands.
 
     Vector instructions take most elements, plain ones the last few of a run, and where runs end depends on the shape.
-    SiLU in bfloat16 has the same bits in both. Of SiLU in float32 one element in 25 differs; of what is computed in
-    float64 and then rounded to that, one in some ten thousand millions. GELU by tanh differs even so, where 1 + tanh(u)
-    cancels; 2 sigmoid(2 u) is the same and does not.
+    SiLU in bfloat16 has the same bits in both. One element in 25 of SiLU in float32 differs, and one in some ten
+    thousand millions of what is computed in float64 and then rounded to that. GELU by tanh differs even so, where
+    1 + tanh(u) cancels; 2 sigmoid(2 u) is the same and does not.
     """
     if gate.dtype == torch.bfloat16 and not gelu:
         return F.silu(gate)
@@ -233,7 +233,7 @@ def _alike(weight: Tensor, *, after_gate: bool = False, most_tokens: int | None 
 
 
 def _telling(weight: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """So many rows, and a weight of this shape, whose products show in which order they were summed.
+    """Returns so many rows, and a weight of this shape, whose products show in which order they were summed.
 
     The second half of each sum takes back what the first half has added. What is left is the rounding of all
     intermediate sums: with another order, nearly every element differs.

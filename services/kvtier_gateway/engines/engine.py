@@ -116,8 +116,8 @@ class Engine:
         return was_up
 
     def mark_unreachable(self) -> None:
-        """Nobody accepts connections there: it gets no requests until it answers a look. Those that it has may still
-        get their answers."""
+        """Nobody accepts connections there: it gets no requests until it answers a look. Requests that it has may
+        still get their answers."""
         self.is_up, self.was_down = False, True
 
     def give_up(self) -> None:

@@ -237,5 +237,5 @@ def _models_in(page: bytes) -> dict[str, dict[str, Any]]:
 
 
 def _adapters_in(page: bytes) -> frozenset[str]:
-    """Those of the models in an answer to `/v1/models` that are made of another one."""
+    """Returns the models in an answer to `/v1/models` that are made of another one."""
     return frozenset(str(each["id"]) for each in from_json(page)["data"] if each.get("parent") is not None)

@@ -14,7 +14,7 @@ MAX_BLOCKS = 1 << 18
 _WHOLE = frozenset((None, "full_attention", "mla_attention", "sink_full_attention"))
 """Kinds of attention that need a prefix as a whole. None: an engine that does not say."""
 _NO_GROUP = -1
-"""Before the first event."""
+"""The group before the first event."""
 
 Event = Mapping[str, Any]
 HasherOf = Callable[[str, int], BlockHasher | None]
@@ -35,7 +35,7 @@ class BlockNames(Protocol):
 
 
 class OwnNames:
-    """Those of kvtier's own engine: each is the end of the block's key."""
+    """Names of kvtier's own engine: each is the end of the block's key."""
 
     def stored(self, event: Event, medium: Medium) -> Sequence[Key]:
         """Knows them all."""
@@ -55,7 +55,7 @@ class _Block(NamedTuple):
 
 
 class VllmNames:
-    """Those of a vLLM engine, which are its own: keys are computed from the tokens that its events have.
+    """Names of a vLLM engine, which are its own: keys are computed from the tokens that its events have.
 
     A prompt's first block says whose it is: gateway and connector put the tenant's name into `cache_salt`, which vLLM
     tells with it. Later blocks name their parent. Blocks with an adapter, media or a client's own salt have keys that
@@ -69,9 +69,9 @@ class VllmNames:
         """
         self._hasher_of, self._only_tenant, self._max_blocks = hasher_of, only_tenant, max_blocks
         self._known: dict[int | bytes, _Block] = {}
-        """By vLLM's hash."""
+        """Blocks that are followed, by vLLM's hash."""
         self._group: int | None = _NO_GROUP
-        """The first KV group whose attention needs a prefix as a whole. Of others nothing is followed."""
+        """The first KV group whose attention needs a prefix as a whole. No other group is followed."""
 
     def stored(self, event: Event, medium: Medium) -> Sequence[Key]:
         """Hashes what is new: about 1 us for each block of 16 tokens, and 0.1 us for those that are known."""
@@ -144,7 +144,7 @@ class VllmNames:
         return keys
 
     def _tenant_of(self, extra: Sequence[Any] | None) -> str | None:
-        """Whose prompt begins with this block, by what vLLM has hashed of it beside its tokens; None: nobody's here."""
+        """The tenant whose prompt begins with this block, by what vLLM hashes beside tokens; None: nobody's here."""
         if not extra:
             return self._only_tenant
         (salt,) = extra if len(extra) == 1 else (None,)
