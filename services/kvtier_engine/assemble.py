@@ -80,7 +80,7 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     if section.model is None:
         raise ConfigError("engine.model: missing; name a Hugging Face folder or a GGUF file, or give --model")
     path_of = config.references.path
-    cache_dir = DEFAULT_CACHE_DIR if section.model_cache_dir is None else path_of(section.model_cache_dir)
+    cache_dir = path_of(section.model_cache_dir or DEFAULT_CACHE_DIR)
     device = engine_device(section.device)
     if section.cache:
         config.engine_tenants()

@@ -149,3 +149,12 @@ def test_values_of_the_data_plane_that_are_none(section: str, field: str, value:
 def test_one_address_may_stand_for_a_list() -> None:
     config = parse_config({"pool_service": {"listen": "unix:/a", "grpc_listen": "127.0.0.1:1"}}, source="x", environ={})
     assert (config.pool_service.listen, config.pool_service.grpc_listen) == (["unix:/a"], ["127.0.0.1:1"])
+
+
+def test_paths_are_relative_to_the_file_unless_they_begin_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    path = parse_config({}, source="x", folder=tmp_path, environ={}).references.path
+    assert path(Path("a/b")) == tmp_path / "a/b"
+    assert path(Path("~/.cache/kvtier/models")) == tmp_path / "home/.cache/kvtier/models"
