@@ -13,6 +13,8 @@ DEFINITIONS = {
     "ttft_p50_s": "time to first token from arrival at the gateway; the first tenth of the requests is not counted",
     "max_over_mean_load": "requests under way at the busiest engine over the mean of all engines, in windows of a "
     "minute; the mean over windows, each weighed by its load",
+    "least_max_over_mean_load": "what that is at least wherever requests are served, each by one engine, and as long "
+    "under way as they were: in every window the busiest engine has the mean, or the longest request if that is more",
     "regret": "seconds that a request took longer than was predicted for the best other engine; mean over all requests",
 }
 
@@ -25,6 +27,7 @@ class Summary:
     ttft_p90_s: float
     ttft_p99_s: float
     max_over_mean_load: float
+    least_max_over_mean_load: float
     fetched_bytes: float
     computed_tokens: float
     regret: float | None
@@ -45,6 +48,8 @@ class Figures:
         self._changed_s = [0.0] * num_engines
         self._windows: list[list[float]] = []
         """Request-seconds of each engine, by window."""
+        self._longest: dict[int, float] = {}
+        """Seconds of the longest request in each window."""
         self._fetched_bytes = self._computed_tokens = 0
 
     def first_token(self, request: SimRequest) -> None:
@@ -67,6 +72,15 @@ class Figures:
         self._changed_s[place] = now_s
         self._under_way[place] += by
 
+    def finished(self, request: SimRequest, now_s: float) -> None:
+        """A request is not under way any more."""
+        start_s = request.arrives_s
+        while start_s < now_s:
+            window = int(start_s // WINDOW_S)
+            end_s = min(now_s, (window + 1) * WINDOW_S)
+            self._longest[window] = max(self._longest.get(window, 0.0), end_s - start_s)
+            start_s = end_s
+
     def end(self, now_s: float, engines: Iterable[SimEngine]) -> None:
         """The run is over."""
         for engine in engines:
@@ -77,11 +91,14 @@ class Figures:
         """The figures."""
         counted = sorted(ttft_s for number, ttft_s in self._ttfts if number >= len(self._ttfts) // 10)
         loads = [(max(window), sum(window) / len(window)) for window in self._windows if any(window)]
+        least = [max(self._longest.get(i, 0.0), sum(w) / len(w)) for i, w in enumerate(self._windows) if any(w)]
+        mean_load = sum(mean for _, mean in loads) or 1.0
         return Summary(
             ttft_p50_s=counted[int(0.5 * len(counted))],
             ttft_p90_s=counted[int(0.9 * len(counted))],
             ttft_p99_s=counted[int(0.99 * len(counted))],
-            max_over_mean_load=sum(highest for highest, _ in loads) / (sum(mean for _, mean in loads) or 1.0),
+            max_over_mean_load=sum(highest for highest, _ in loads) / mean_load,
+            least_max_over_mean_load=sum(least) / mean_load,
             fetched_bytes=self._fetched_bytes,
             computed_tokens=self._computed_tokens,
             regret=sum(self._regrets) / len(self._regrets) if self._regrets else None,
@@ -96,6 +113,7 @@ def mean(summaries: Sequence[Summary]) -> Summary:
         ttft_p90_s=fmean(summary.ttft_p90_s for summary in summaries),
         ttft_p99_s=fmean(summary.ttft_p99_s for summary in summaries),
         max_over_mean_load=fmean(summary.max_over_mean_load for summary in summaries),
+        least_max_over_mean_load=fmean(summary.least_max_over_mean_load for summary in summaries),
         fetched_bytes=fmean(summary.fetched_bytes for summary in summaries),
         computed_tokens=fmean(summary.computed_tokens for summary in summaries),
         regret=fmean(regrets) if regrets else None,

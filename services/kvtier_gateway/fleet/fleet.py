@@ -76,6 +76,7 @@ class Fleet:
         self._running[place] -= 1
         self._left -= 1
         self.figures.change(place, -1, self.events.now_s)
+        self.figures.finished(request, self.events.now_s)
         self._update(place)
         self.strategy.finished(request.number, self.events.now_s)
 
