@@ -78,8 +78,10 @@ class Config(Section):
 
     @property
     def is_of_an_engine(self) -> bool:
-        """Whether the file says whose blocks an engine has, which every engine needs."""
-        return self.tenant is not None or bool(self.gateway_tenants) or bool(self.key_tenants())
+        """Whether the file says whose blocks an engine has, which every engine needs. In a file with the table of a
+        gateway, API keys are that one's."""
+        has_keys = "gateway" not in self.model_fields_set and bool(self.key_tenants())
+        return self.tenant is not None or bool(self.gateway_tenants) or has_keys
 
     def only_tenant(self) -> str:
         """The tenant of an engine whose requests cannot say whose they are."""

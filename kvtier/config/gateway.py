@@ -71,8 +71,9 @@ class ApiKeyConfig(Section):
     """Requests a second. As many may come at once after a quiet second. Beyond that they are answered with 429. Left
     out: no such bound."""
     max_concurrent: Count = 256
-    """Requests at a time, those included whose bodies are still being sent; more are answered with 429. Small: clients
-    wait though engines are idle. Large: one client may fill all engines' queues."""
+    """Requests at a time, those included whose bodies are still being sent; more are answered with 429. One that asks
+    for several answers (`n`, `best_of`, several prompts) counts as so many. Small: clients wait though engines are
+    idle. Large: one client may fill all engines' queues."""
     may_pin: bool = False
     """Whether its requests may pin what they bring to the cache pool (`pin` and `ttl_s` of
     `kv_transfer_params.kvtier`). Without, these are taken out of the request."""

@@ -14,7 +14,8 @@ from types import TracebackType
 
 from kvtier.errors import KvtierError
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 300.0
+"""Most of it is for machines that are busy otherwise: an engine on the CPU takes some ten seconds."""
 STOP_TIMEOUT_S = 60.0
 
 
@@ -48,13 +49,17 @@ class Service:
                 line = self._lines.get(timeout=START_TIMEOUT_S)
             except Empty:
                 raise KvtierError(
-                    f"{self._name} was not ready within {START_TIMEOUT_S:.0f} s; see {self._log}"
+                    f"{self._name} was not ready within {START_TIMEOUT_S:.0f} s; is the machine busy with something "
+                    f"else? Its log ends with:\n{self._end_of_log()}"
                 ) from None
             if line is None:
-                tail = self._log.read_text(errors="replace")[-2000:]
-                raise KvtierError(f"{self._name} ended at start with code {self.process.wait()}:\n{tail}")
+                raise KvtierError(f"{self._name} ended at start with code {self.process.wait()}:\n{self._end_of_log()}")
             if line.startswith("ready "):
                 return dict(re.findall(r"(\w+)=(\S+)", line))
+
+    def _end_of_log(self) -> str:
+        """What is told of a log whose folder may be gone soon."""
+        return self._log.read_text(errors="replace")[-2000:]
 
     def kill(self) -> None:
         """SIGKILL, as a crash would be."""

@@ -1,6 +1,7 @@
 """The API that clients see: who asks, what for, and which engine gets it."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -27,6 +28,18 @@ _FORWARDED = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
 """The paths of engines that clients reach, and the parameters that go there."""
 _MODELS = "/v1/models"
 _CLIENT_CLOSED = "499"
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """Whose a request is."""
+
+    rights: ApiKeyConfig
+    """Those of its key when its headers came."""
+    identity: str
+    """The id of the request."""
+    count_answers: Callable[[int], None]
+    """Counts the answers that it asks for; see `Client.admitted`."""
 
 
 class Api:
@@ -67,8 +80,8 @@ class Api:
             client = self._keys.client_of(request.headers.getall("Authorization", []))
             rights = client.table
             bind_log_fields(tenant=rights.tenant, request_id=identity)
-            with client.admitted():
-                answer = await self._answer_client(request, path, rights, identity)
+            with client.admitted() as count_answers:
+                answer = await self._answer_client(request, path, _Caller(rights, identity, count_answers))
             status = str(answer.status)
             return answer
         except ApiError as error:
@@ -92,23 +105,22 @@ class Api:
             return web.Response(status=503, text="no engine can be used\n", headers=SERVER)
         return web.Response(text="ok\n", headers=SERVER)
 
-    async def _answer_client(
-        self, request: web.BaseRequest, path: str, rights: ApiKeyConfig, identity: str
-    ) -> web.StreamResponse:
+    async def _answer_client(self, request: web.BaseRequest, path: str, caller: "_Caller") -> web.StreamResponse:
         allowed = self._allowed.get(path)
         if allowed is not None:
             if request.method != "POST":
                 raise _wrong_method(request, "POST")
-            return await self._forward(request, path, allowed, rights, identity)
+            return await self._forward(request, path, allowed, caller)
         if path == _MODELS or path.startswith(f"{_MODELS}/"):
             if request.method != "GET":
                 raise _wrong_method(request, "GET")
-            return self._models(rights.tenant, path, identity)
+            return self._models(caller.rights.tenant, path, caller.identity)
         raise ApiError(404, f"{request.method} {path[:200]}: there is no such route here")
 
     async def _forward(
-        self, request: web.BaseRequest, path: str, allowed: Collection[str], rights: ApiKeyConfig, identity: str
+        self, request: web.BaseRequest, path: str, allowed: Collection[str], caller: "_Caller"
     ) -> web.StreamResponse:
+        rights = caller.rights
         with self._room.held(rights.tenant) as holding:
             with self._stalls.watched(request) as stall:
                 body = await read_body(request, int(self._config.max_body_bytes), holding, stall)
@@ -117,6 +129,7 @@ class Api:
             del body
             for name in cleaned.stripped:
                 self._metrics.stripped.labels(name).inc()
+            caller.count_answers(cleaned.num_answers)
             self._check_model(rights.tenant, cleaned.model)
             session = request.headers.get(self._config.session_header)
             bodies: dict[str, bytes] = {}
@@ -134,7 +147,7 @@ class Api:
                 session,
                 self._fleet.alike(rights.tenant, cleaned.model),
             )
-            outgoing = Outgoing(path, body_for, identity, request.headers.get("traceparent"))
+            outgoing = Outgoing(path, body_for, caller.identity, request.headers.get("traceparent"))
             self._metrics.own_seconds.observe(MONOTONIC() - read_s)
             return await self._forwarding.forward(request, outgoing, self._dispatching.route(prompt, cleaned.model))
 

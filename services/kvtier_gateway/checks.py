@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from kvtier.config import Config
+from kvtier.config.ending_certificates import ending_certificates
 from kvtier.config.findings import Finding, Severity, errors_of
 from kvtier.system.open_files import reachable_open_files
 from kvtier_gateway.protection import require_protected, require_usable
@@ -12,7 +13,7 @@ _OPEN_FILES_PER_CONNECTION, _OPEN_FILES_BESIDES = 2, 64
 
 def gateway_findings(config: Config) -> Iterable[Finding]:
     """Looks at a file whose table `gateway` is set."""
-    if "gateway" not in config.model_fields_set and not config.api_keys:
+    if "gateway" not in config.model_fields_set:
         return
     yield from errors_of(lambda: require_protected(config), lambda: require_usable(config))
     yield from setting_findings(config)
@@ -29,6 +30,7 @@ def setting_findings(config: Config) -> Iterable[Finding]:
             f"{table.max_connections} need {needed:,} open files at times, and this process may have "
             f"{reachable_open_files():,}: raise the limit (ulimit -Hn, LimitNOFILE=), or lower the key",
         )
+    yield from ending_certificates(config, "gateway", ("tls_certificate", "engine_tls_ca"))
     urls = [engine.url for engine in table.engines]
     for url in sorted({url for url in urls if urls.count(url) > 1}):
         yield Finding(Severity.WARNING, "gateway.engines", f"{url} is there more than once; the first one counts")

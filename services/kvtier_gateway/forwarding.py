@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ _PART_BYTES = 1 << 15
 """What is given to a client's connection at a time, which waits once it keeps 64 KiB."""
 _TRY_ANOTHER = frozenset((502, 503, 504))
 """Statuses of engines that cannot answer at the moment."""
+_NO_TENANT = re.compile(rb'"param":\s*"kv_transfer_params\.kvtier\.tenant"')
+"""In what an engine answers to a request of a tenant that it does not serve. No client has named that one."""
 _ANSWERS = range(200, 600)
 """Statuses of answers. No client asks for others, such as 101, through a gateway."""
 _log = logging.getLogger(__name__)
@@ -120,6 +123,8 @@ class Forwarding:
                     first = await response.content.readany()
                     if response.status in _TRY_ANOTHER or response.status not in _ANSWERS:
                         raise EngineFailedError("refused", f"it answers {response.status}")
+                    if response.status == 400 and _NO_TENANT.search(first):
+                        raise EngineFailedError("refused", "the request's tenant is not among its gateway_tenants")
                     progress.deadline.reschedule(None)
                     progress.route.first_token()
                     attempt.has_begun = True

@@ -1,7 +1,7 @@
 """API keys: whose a request is, and how much its key may ask for."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -41,20 +41,37 @@ class Client:
         self.table = table
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Counts a request while it runs. Raises `ApiError` with 429 where the key may have no more."""
+    def admitted(self) -> Iterator[Callable[[int], None]]:
+        """Counts a request while it runs. Raises `ApiError` with 429 where the key may have no more.
+
+        Yields what is to be called with the number of answers that it asks for, once that is known: each counts as a
+        request. It raises `ApiError` where the key may not have so many, with 429 if it may later.
+        """
         if self.num_running >= self.table.max_concurrent:
-            raise _refused("concurrency", f"this key may have {self.table.max_concurrent} requests at a time", 1.0)
+            raise _too_many(self.table.max_concurrent)
         if self._bucket is not None:
             owed_s = self._bucket.owed_s(1.0, self._clock())
             if owed_s > 0:
                 raise _refused("rate", f"this key may have {self._bucket.per_s:g} requests a second", owed_s)
             self._bucket.take(1.0)
-        self.num_running += 1
+        num_answers = 1
+        self.num_running += num_answers
+
+        def count(num: int) -> None:
+            nonlocal num_answers
+            most = self.table.max_concurrent
+            if num > most:
+                message = f"it asks for {num:,} answers, and this key may have {most:,} at a time; ask for fewer"
+                raise ApiError(400, message, param="n", code="too_many_answers")
+            if self.num_running + num - num_answers > most:
+                raise _too_many(most)
+            self.num_running += num - num_answers
+            num_answers = num
+
         try:
-            yield
+            yield count
         finally:
-            self.num_running -= 1
+            self.num_running -= num_answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +130,10 @@ class ApiKeys:
 
 def _unauthorized(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _too_many(most: int) -> ApiError:
+    return _refused("concurrency", f"this key may have {most:,} requests at a time, and each answer counts as one", 1.0)
 
 
 def _refused(limit: str, message: str, wait_s: float) -> ApiError:

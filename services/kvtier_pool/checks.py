@@ -5,6 +5,7 @@ from functools import partial
 
 from kvtier.config import Config
 from kvtier.config.accepted import accepted_certificates, accepted_tokens, require_clients
+from kvtier.config.ending_certificates import ending_certificates
 from kvtier.config.findings import (
     Finding,
     Severity,
@@ -53,6 +54,7 @@ def setting_findings(config: Config) -> Iterable[Finding]:
     if config.pool_service.redis_url is None:
         yield from without_effect(config, "pool_service", fields_of(config, "pool_service", "redis_"), "redis_url")
     yield from _connections(config)
+    yield from ending_certificates(config, "pool_service", ("tls_certificate", "tls_client_ca"))
 
 
 def _http(config: Config) -> Iterable[Finding]:

@@ -2,6 +2,8 @@
 
 import contextlib
 import socket
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError, KvtierError, UnavailableError
@@ -20,7 +22,9 @@ def connected(pid: int | None) -> socket.socket:
     if pid is None:
         pools = running_pools()
         if len(pools) != 1:
-            found = f"pools {', '.join(map(str, pools))} run here: name one by --pid" if pools else "no pool runs here"
+            found = (
+                f"pools {', '.join(map(_named, pools))} run here: name one by --pid" if pools else "no pool runs here"
+            )
             raise ConfigError(f"{found}; in a container, run this command there")
         (pid,) = pools
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -36,6 +40,15 @@ def connected(pid: int | None) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def _named(pid: int) -> str:
+    """The number of a process, and the file that it was started with, where the system tells that."""
+    words: list[str] = []
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    files = [file for option, file in pairwise(words) if option == "--config"]
+    return f"{pid} ({files[0]})" if files else str(pid)
 
 
 def ask(connection: socket.socket, request: dict[str, Any]) -> None:

@@ -125,7 +125,8 @@ def revoke(
     file = CredentialFile(config)
     removed = file.remove_tokens(name, token)
     file.save()
-    _say(f"Removed {', '.join(removed) or 'nothing'}; {name} has {len(file.tokens(name)) - len(removed)} tokens left.")
+    left = len(file.tokens(name)) - len(removed)
+    _say(f"Removed {', '.join(removed) or 'nothing'}; {name} has {left} {'token' if left == 1 else 'tokens'} left.")
     _reload(pid)
 
 
@@ -147,6 +148,8 @@ def purge(
     report = asked(pid, {"verb": "purge", "tenant": name}, answer_s=_PURGE_S)
     for tier, count in report["removed"].items():
         print(f"{tier}: {count:,} {'values' if tier == 'redis' else 'blocks'} removed")
+    if not report["has_credentials"] and not any(report["removed"].values()):
+        _say(f"No tenant {name} is configured, and nothing was left of one: is the name right?")
     if report["has_credentials"]:
         _say(f"Tenant {name} may still log in, and write anew: `kvtier tenants revoke {name}` ends that.")
     if report["problems"]:

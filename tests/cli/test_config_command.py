@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from certificates import Authority
 from kvtier.cli.configuration.command import findings as findings_of
 from kvtier.cli.configuration.command import markdown_page
 from kvtier.config.reference import keys
@@ -17,9 +18,12 @@ SECRETS = {
     "KVTIER_SECRET": "0123456789abcdef0123",
     "KVTIER_TOKEN": "fedcba9876543210fedc",
     "KVTIER_TOKEN_SHA256": "ab" * 32,
+    "ALICE_KEY_SHA256": "cd" * 32,
 }
 
 ENGINE = "tenant = 'a'\n[tenants.a]\nsecret = 'env:KVTIER_SECRET'\ntoken = 'env:KVTIER_TOKEN'\n"
+KEYS = f"[api_keys.alice]\ntenant = 'a'\nkey_sha256 = ['{'cd' * 32}']\n[tenants.a]\n"
+GATEWAY = f"[gateway]\nengines = ['http://127.0.0.1:8000']\n{KEYS}"
 POOL = f"[tenants.a]\ntoken_sha256 = ['{'ab' * 32}']\n[pool_service]\n"
 
 
@@ -42,7 +46,7 @@ def findings(file: Path, **environ: str) -> tuple[int, list[dict[str, str]]]:
     return done.returncode, answer["findings"]
 
 
-@pytest.mark.parametrize("role", ["engine", "pool"])
+@pytest.mark.parametrize("role", ["engine", "pool", "gateway"])
 def test_a_file_to_begin_with_can_be_used(role: str, tmp_path: Path) -> None:
     file = tmp_path / "kvtier.toml"
     assert run("init", role, "--output", str(file)).returncode == 0
@@ -55,7 +59,7 @@ def test_a_file_to_begin_with_can_be_used(role: str, tmp_path: Path) -> None:
 
 def test_a_commented_line_of_a_file_to_begin_with_can_be_taken_in(tmp_path: Path) -> None:
     file = tmp_path / "kvtier.toml"
-    for role in ("engine", "pool"):
+    for role in ("engine", "pool", "gateway"):
         text = run("init", role).stdout
         lines = [line.removeprefix("# ") for line in text.splitlines()]
         wanted = {line.split(" = ")[0]: line for line in lines if line.startswith("[") or " = " in line}
@@ -121,6 +125,36 @@ def test_sizes_are_told_in_tokens_of_the_model(tmp_path: Path) -> None:
     _, found = findings(file, **SECRETS)
     texts = [finding["text"] for finding in found if finding["key"] == "engine.kv_bytes"]
     assert any("2,912 tokens" in text or "2,912" in text for text in texts), texts
+
+
+def test_api_keys_are_those_of_the_process_that_the_file_is_for(tmp_path: Path) -> None:
+    """A gateway needs no secret of a tenant, and an engine no other engines."""
+    file = tmp_path / "kvtier.toml"
+    engine = f"{KEYS}secret = 'env:KVTIER_SECRET'\n[disk]\ndirectory = 'blocks'\nreserve_bytes = 0\n"
+    for text in (GATEWAY, engine):
+        file.write_text(text)
+        _, found = findings(file, **SECRETS)
+        assert [each for each in found if each["severity"] != "note"] == []
+    file.write_text(KEYS)
+    _, found = findings(file, **SECRETS)
+    assert "tenants.a.secret: missing" in found[0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [("[engine]", ENGINE), ("[pool_service]", POOL), ("[gateway]", GATEWAY)],
+    ids=lambda text: text[:9],
+)
+def test_a_certificate_that_ends_is_told_before_anything_starts(table: str, text: str, tmp_path: Path) -> None:
+    authority, file = Authority(tmp_path), tmp_path / "kvtier.toml"
+    files = f"{table}\ntls_certificate = 'it.pem'\ntls_key = 'it.key'\n"
+    file.write_text(text.replace(f"{table}\n", files) if table in text else text + files)
+    for days, said in ((-1, " expired at "), (3, " expires at "), (900, None)):
+        authority.issue("it", "127.0.0.1", valid_days=days)
+        _, found = findings(file, **SECRETS)
+        texts = [each["text"] for each in found if each["key"].endswith(".tls_certificate")]
+        assert len(texts) == (said is not None)
+        assert all(said in text for text in texts if said)
 
 
 def test_an_error_of_the_environment_names_the_variable(tmp_path: Path) -> None:

@@ -117,3 +117,18 @@ def test_one_tenant_leaves_others_half_of_the_room_for_bodies() -> None:
             other.take(50)
     with room.held("red") as again:
         again.take(50)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_answers"),
+    [
+        ({"prompt": "x"}, 1),
+        ({"prompt": [1, 2, 3], "n": 4}, 4),
+        ({"prompt": ["x", "y"], "n": 2, "best_of": 5}, 10),
+        ({"prompt": [[1, 2], [3]]}, 2),
+        ({"prompt": [], "n": -3}, 1),
+        ({"messages": [], "n": "8"}, 1),
+    ],
+)
+def test_how_many_answers_a_request_asks_for(fields: dict[str, Any], num_answers: int) -> None:
+    assert Cleaned(fields, {}, ()).num_answers == num_answers

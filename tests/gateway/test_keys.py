@@ -104,3 +104,20 @@ def test_rates_and_requests_at_a_time() -> None:
         assert "3 requests at a time" in str(too_many(client))
     with client.admitted():
         assert client.num_running == 1
+
+
+def test_each_answer_counts_as_a_request() -> None:
+    table = {"tenant": "red", "key_sha256": [digest("key")], "max_concurrent": 8}
+    client = ApiKeys(config(a=table)).client_of(["Bearer key"])
+    with client.admitted() as count, client.admitted() as other:
+        count(6)
+        assert client.num_running == 7
+        with pytest.raises(ApiError) as refused:
+            other(3)
+        assert refused.value.status == 429
+        with pytest.raises(ApiError, match="it asks for 9 answers, and this key may have 8 at a time") as refused:
+            other(9)
+        assert (refused.value.status, refused.value.body["error"]["param"]) == (400, "n")
+        other(2)
+        assert "8 requests at a time" in str(too_many(client))
+    assert client.num_running == 0

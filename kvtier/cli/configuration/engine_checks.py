@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from kvtier.config import Config
+from kvtier.config.ending_certificates import ending_certificates
 from kvtier.config.engine_attempts import engine_attempts
 from kvtier.config.findings import (
     Finding,
@@ -24,6 +25,7 @@ def engine_findings(config: Config) -> Iterable[Finding]:
     yield from _memory(config)
     yield from _disk(config)
     yield from _pool(config)
+    yield from ending_certificates(config, "engine", ["tls_certificate"])
 
 
 def _memory(config: Config) -> Iterable[Finding]:
@@ -70,6 +72,7 @@ def _pool(config: Config) -> Iterable[Finding]:
             f"{pool.connect_timeout_s:g} s, and a lookup waits cache.lookup_deadline_s = {cache.lookup_deadline_s:g} s "
             "at the most: make it no longer",
         )
+    yield from ending_certificates(config, "pool", ("tls_ca", "tls_certificate"))
     others = pool.addresses_elsewhere()
     if others and pool.tls_ca is None and pool.insecure:
         yield Finding(

@@ -8,11 +8,12 @@ class Role(StrEnum):
 
     ENGINE = "engine"
     POOL = "pool"
+    GATEWAY = "gateway"
 
 
 def starting_file(role: Role) -> str:
     """Returns the text of a TOML file. `kvtier config check` accepts it where the variables that it names are set."""
-    return {Role.ENGINE: _ENGINE, Role.POOL: _POOL}[role]
+    return {Role.ENGINE: _ENGINE, Role.POOL: _POOL, Role.GATEWAY: _GATEWAY}[role]
 
 
 _ENGINE = """\
@@ -41,7 +42,7 @@ address = ["127.0.0.1:7600"]            # several: the fastest that works is tak
 [engine]                                # only for `kvtier engine serve`
 # model = "path/to/model"               # a Hugging Face folder with safetensors, or a GGUF file
 # listen = "127.0.0.1:8000"
-# dtype = "float32"                     # answers that are the same token for token, cached or not, at twice the memory
+# dtype = "float32"                     # on CUDA: the same tokens, cached or not; on the CPU bfloat16 has them, too
 """
 
 _POOL = """\
@@ -69,4 +70,28 @@ token_sha256 = ["env:KVTIER_TOKEN_SHA256"]   # printf %s "$KVTIER_TOKEN" | sha25
 
 # [operators.admin]                     # whoever has this token lists and purges tenants, and has no blocks
 # token_sha256 = ["env:KVTIER_OPERATOR_SHA256"]
+"""
+
+_GATEWAY = """\
+# A gateway's configuration: kvtier gateway serve --config FILE
+# Every key: kvtier config keys gateway. Then: kvtier config check FILE
+
+[gateway]
+listen = "127.0.0.1:8080"               # clients; other addresses: tls_certificate and tls_key, or insecure = true
+engines = ["http://127.0.0.1:8000"]     # several; "dns+http://name:port" is all addresses of a name
+# tokenizer = "path/to/model"           # that of the engines: with secrets and a pool, requests go where their KV is
+# strategy = "priced"                   # docs/routing.md has them all
+
+[api_keys.alice]
+tenant = "default"                      # engines get to know it, and say in their files: gateway_tenants = ["default"]
+key_sha256 = ["env:ALICE_KEY_SHA256"]   # printf %s "$ALICE_KEY" | sha256sum | cut -d' ' -f1
+# max_requests_per_s = 20
+# max_concurrent = 64                   # answers at a time
+
+[tenants.default]
+# secret = "env:KVTIER_SECRET"          # that of the tenant's engines: it names blocks
+# token = "env:KVTIER_TOKEN"            # lets the gateway ask the pool what it has
+
+# [pool]
+# address = ["127.0.0.1:7600"]
 """

@@ -37,6 +37,8 @@ class Places:
         """
         settings = load_config(config) if config is not None else parse_config({}, source="environment")
         self.urls = [metrics_url(url) for url in urls] or _configured(settings)
+        if not self.urls and "gateway" in settings.model_fields_set:
+            raise ConfigError("the file is a gateway's: name the engines behind it, each with --url host:port")
         if not self.urls:
             raise ConfigError("nowhere to ask: every port is 0; name one with --url host:port")
         self.ca = ca or _ca_of(settings)
@@ -54,8 +56,14 @@ class Places:
         except KvtierError as error:
             return Heard(url, at_s, None, str(error))
         if kind_of(samples) is None:
-            return Heard(url, at_s, None, f"{url} is neither an engine nor a pool: it has none of their metrics")
+            return Heard(url, at_s, None, f"{url} is neither an engine nor a pool: {_what_else(samples)}")
         return Heard(url, at_s, samples, None)
+
+
+def _what_else(samples: Samples) -> str:
+    if any(name.startswith("kvtier_gateway_") for name in samples.names()):
+        return "it is a gateway; ask the engines behind it, which its /engines lists"
+    return "it has none of their metrics"
 
 
 def _configured(config: Config) -> list[str]:
@@ -66,6 +74,8 @@ def _configured(config: Config) -> list[str]:
     is_engines = config.is_of_an_engine or "listen" in config.engine.model_fields_set
     is_pools = "pool_service" in config.model_fields_set
     places = []
+    if not (is_engines or is_pools) and "gateway" in config.model_fields_set:
+        return []
     if is_engines or not is_pools:
         places.append(("http" if config.engine.tls_certificate is None else "https", config.engine.listen))
     if is_pools or not is_engines:

@@ -16,7 +16,7 @@ def print_results(console: Console, results: Sequence[tuple[Case, Summary]]) -> 
     """A table for each size, load and pool. Fits into 80 columns."""
     for place in dict.fromkeys(_place(case) for case, _ in results):
         table = Table(title=place)
-        table.add_column("strategy", overflow="fold")
+        table.add_column("strategy", no_wrap=True)
         for heading in ("TTFT p50", "p90", "p99", "max/mean", "fetched", "computed", "regret"):
             table.add_column(heading, justify="right", overflow="fold")
         for case, summary in results:

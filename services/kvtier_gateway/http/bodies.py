@@ -133,6 +133,15 @@ class Cleaned:
         """The name of the model that is asked for."""
         return self.fields.get("model")
 
+    @property
+    def num_answers(self) -> int:
+        """How many sequences an engine computes for it. What is no number or no prompt counts as one: engines refuse
+        that."""
+        prompt = self.fields.get("prompt")
+        num_prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+        of_each = [self.fields.get(name) for name in ("n", "best_of")]
+        return num_prompts * max([1, *(num for num in of_each if isinstance(num, int))])
+
     def for_engine(self, isolation: str, tenant: str) -> bytes:
         """The body for an engine, which says whose it is as this engine wants to hear it."""
         own: Json = {"cache_salt": tenant}

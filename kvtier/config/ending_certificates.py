@@ -1,0 +1,47 @@
+"""What `kvtier config check`, and a service at its start, say of certificates that have expired or soon will."""
+
+import contextlib
+import datetime
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvtier.config.config import Config
+from kvtier.config.findings import Finding, Severity
+from kvtier.errors import ConfigError
+from kvtier.net.certificate_end import end_of_certificate
+
+_SOON = datetime.timedelta(days=14)
+
+
+def ending_certificates(config: Config, table: str, names: Iterable[str]) -> Iterable[Finding]:
+    """Yields a warning for each certificate that nobody takes any more, or that ends within two weeks.
+
+    :param names: keys of the table that name files. One that cannot be read is for whoever loads it to tell.
+    """
+    for name in names:
+        path = getattr(getattr(config, table), name)
+        if path is not None:
+            with contextlib.suppress(ConfigError):
+                yield from ending_certificate(f"{table}.{name}", config.references.path(path))
+
+
+def ending_certificate(key: str, path: Path) -> Iterable[Finding]:
+    """The same of one file. Raises `ConfigError` when it cannot be read.
+
+    :param key: that names it, with dots.
+    """
+    end, now = end_of_certificate(path), datetime.datetime.now(datetime.UTC)
+    if end is not None and end <= now:
+        text = (
+            f"the certificate {path} expired at {day_of(end)}: the other side refuses it, and no TLS connection is made"
+        )
+        remedy = "Renew it (docs/tls.md); a service reads the new files with the next connection"
+        yield Finding(Severity.WARNING, key, f"{text}. {remedy}", defeats=True)
+    elif end is not None and end <= now + _SOON:
+        text = f"the certificate {path} expires at {day_of(end)}; renew it before (docs/tls.md)"
+        yield Finding(Severity.WARNING, key, text)
+
+
+def day_of(end: datetime.datetime) -> str:
+    """The end of a certificate for people."""
+    return end.strftime("%Y-%m-%d %H:%M UTC")

@@ -1,0 +1,48 @@
+"""Reads until when certificates hold. The standard library does not tell it: a few bytes of DER are read here."""
+
+import datetime
+import re
+import ssl
+from pathlib import Path
+
+from kvtier.net.certificates import read_pem
+
+_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_UTC_TIME, _VERSION = 0x17, 0xA0
+
+
+def end_of_certificate(path: Path) -> datetime.datetime | None:
+    """Returns when the first certificate of a file ends; None for a file without one that can be read: who loads it
+    says what it is then. Raises `ConfigError` when the file cannot be read."""
+    found = _PEM.search(read_pem(path).decode(errors="replace"))
+    if found is None:
+        return None
+    try:
+        return _end(ssl.PEM_cert_to_DER_cert(found[0]))
+    except (ValueError, IndexError):
+        return None
+
+
+def _end(certificate: bytes) -> datetime.datetime:
+    """Returns when a certificate in DER ends. Raises `ValueError` or `IndexError` for others."""
+    _, inside, _ = _element(certificate, 0)
+    _, signed, _ = _element(inside, 0)
+    tag, _, at = _element(signed, 0)
+    if tag == _VERSION:
+        _, _, at = _element(signed, at)  # the serial number is behind the version
+    for _ in ("signature", "issuer"):
+        _, _, at = _element(signed, at)
+    _, validity, _ = _element(signed, at)
+    _, _, at = _element(validity, 0)
+    tag, text, _ = _element(validity, at)
+    form = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
+    return datetime.datetime.strptime(text.decode(), form).replace(tzinfo=datetime.UTC)
+
+
+def _element(data: bytes, at: int) -> tuple[int, bytes, int]:
+    """Returns tag and content of the element at a place of DER, and the place behind it."""
+    tag, length, start = data[at], data[at + 1], at + 2
+    if length & 0x80:
+        count = length & 0x7F
+        length, start = int.from_bytes(data[start : start + count]), start + count
+    return tag, data[start : start + length], start + length
