@@ -25,7 +25,7 @@ lint: .venv/dev.stamp
 # other chips; `soak-kernels` for all of them with both.
 unit: .venv/dev.stamp
 	KVTIER__ENGINE__NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 KVTIER_TEST_CHIPS="90 100 120" \
-		$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/bench/gpu $(PYTEST_ARGS)
+		$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/bench/gpu --ignore=tests/bench/races $(PYTEST_ARGS)
 
 # The kernels, and what `make gpu` runs, under the oldest Triton that may be beside them, which is that of many machines with
 # a GPU: interpreted, and compiled ahead of time. About 4 minutes.
@@ -34,7 +34,7 @@ WITH_OLDEST_TRITON := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURD
 test-triton: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
 	$(WITH_OLDEST_TRITON) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(OLDEST_TRITON)", triton'
 	$(WITH_OLDEST_TRITON) KVTIER_TEST_CHIPS="80 86 89" \
-		$(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/kernels tests/bench/gpu
+		$(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/kernels tests/bench/gpu tests/bench/races
 
 .venv/triton-$(OLDEST_TRITON): .venv/dev.stamp
 	rm -rf $@ $@.part
