@@ -58,7 +58,13 @@ def _row(figures: dict[str, Any]) -> list[str]:
     num_unwritten = figures["num_full"] + figures["num_throttled"]
     counts = [figures["num_hits"], figures["num_misses"], figures["num_evicted"], num_unwritten, figures["num_refused"]]
     num_blocks = max(tier["num_blocks"] for tier in tiers.values())
-    return [*sizes, *(f"{count:,}" for count in (num_blocks, *counts)), str(len(figures["tokens"]))]
+    num_tokens = sum(_holds(token["expires_at"]) for token in figures["tokens"])
+    return [*sizes, *(f"{count:,}" for count in (num_blocks, *counts)), str(num_tokens)]
+
+
+def _holds(expires_at: str | None) -> bool:
+    """Whether a token with this end is still accepted."""
+    return expires_at is None or datetime.fromisoformat(expires_at) > datetime.now(UTC)
 
 
 @app.command()

@@ -62,7 +62,8 @@ def test_a_tenant_is_added_rotated_and_revoked_while_the_pool_runs(tmp_path: Pat
 
 def test_what_the_command_lists(tmp_path: Path) -> None:
     quota = '[tenants.red.memory]\ncap_bytes = "8MiB"\n'
-    with running(configuration(tmp_path / "pool.toml", f'"{digest(OLD)}"', quota)) as pool:
+    tokens = f'"{digest(OLD)}", {{sha256 = "{digest(NEW)}", expires_at = "2020-01-01T00:00:00Z"}}'
+    with running(configuration(tmp_path / "pool.toml", tokens, quota)) as pool:
         tier = connect(pool.block, token=OLD)
         assert tier.write(items(range(200)))[-1] in (WriteStatus.STORED, WriteStatus.FULL)
         buffers = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(200)]
@@ -79,7 +80,9 @@ def test_what_the_command_lists(tmp_path: Path) -> None:
         assert red["quota"]["memory"]["cap_bytes"] == 8 << 20
         assert (blue["num_hits"], blue["tiers"]["memory"]["num_blocks"]) == (0, 0)
         code, out, _ = run("list", "--pid", pid)
-        assert re.search(rf"^\s*red .*{num_hits}", out, re.MULTILINE)
+        assert re.search(rf"^\s*red .*{num_hits}.* 1\s*$", out, re.MULTILINE), "one token has expired"
+        code, _, err = run("purge", "rde", "--pid", pid, "--yes")
+        assert (code, "No tenant rde is configured, and nothing was left of one" in err) == (0, True), err
 
 
 def test_a_recording_does_not_keep_the_pool_from_other_operators(tmp_path: Path) -> None:
