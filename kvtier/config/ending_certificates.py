@@ -32,11 +32,9 @@ def ending_certificate(key: str, path: Path) -> Iterable[Finding]:
     """
     end, now = end_of_certificate(path), datetime.datetime.now(datetime.UTC)
     if end is not None and end <= now:
-        text = (
-            f"the certificate {path} expired at {day_of(end)}: the other side refuses it, and no TLS connection is made"
-        )
-        remedy = "Renew it (docs/tls.md); a service reads the new files with the next connection"
-        yield Finding(Severity.WARNING, key, f"{text}. {remedy}", defeats=True)
+        text = f"the certificate {path} expired at {day_of(end)}, and no TLS connection is made with it"
+        remedy = "renew it (docs/tls.md); a service reads the new files with the next connection"
+        yield Finding(Severity.WARNING, key, f"{text}: {remedy}", defeats=True)
     elif end is not None and end <= now + _SOON:
         text = f"the certificate {path} expires at {day_of(end)}; renew it before (docs/tls.md)"
         yield Finding(Severity.WARNING, key, text)

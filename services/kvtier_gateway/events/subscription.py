@@ -20,6 +20,8 @@ _HIGH_WATER = 100_000
 _MOST_BYTES = 256 << 20
 """The bytes that one message may have."""
 _PAUSE_S = 1.0
+_SETTLED_S = 1.0
+"""How long after a connection an engine surely knows what is subscribed."""
 _AT_ONCE_S = 0.005
 """How long batches are taken without letting requests have their turn."""
 _log = logging.getLogger(__name__)
@@ -73,14 +75,21 @@ class Subscription:
 
     async def _watch(self, monitor: Any) -> None:
         """Begins anew with each connection after the first: another process may be there, whose numbers may go on where
-        those of the one before have ended."""
-        is_first = True
+        those of the one before have ended. Catches up once more a while after each connection: what an engine publishes
+        before it knows of the subscription, and no batch follows, nobody would hear of."""
+        is_first = is_settled = True
         while True:
-            await monitor.recv_multipart()
+            try:
+                async with asyncio.timeout(None if is_settled else _SETTLED_S):
+                    await monitor.recv_multipart()
+            except TimeoutError:
+                is_settled = True
+                await self._catch_up()
+                continue
             if not is_first:
                 self._next = self._last = None
                 self._forget()
-            is_first = False
+            is_first = is_settled = False
 
     async def _listen(self, socket: Any) -> None:
         turn_ends_s = MONOTONIC() + _AT_ONCE_S
