@@ -26,7 +26,9 @@ def ending_certificates(config: Config, table: str, names: Iterable[str]) -> Ite
 
 
 def ending_certificate(key: str, path: Path) -> Iterable[Finding]:
-    """The same of one file. Raises `ConfigError` when it cannot be read.
+    """Yields a warning where the certificate in one file has ended or soon will.
+
+    Raises `ConfigError` when the file cannot be read.
 
     :param key: that names it, with dots.
     """

@@ -35,7 +35,7 @@ class _Caller:
     """Whose a request is."""
 
     rights: ApiKeyConfig
-    """Those of its key when its headers came."""
+    """The rights that its key had when its headers came."""
     identity: str
     """The id of the request."""
     count_answers: Callable[[int], None]

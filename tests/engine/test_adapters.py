@@ -51,7 +51,7 @@ def saved_by_peft(folder: Path, hf: Any, **settings: Any) -> Path:
 
 
 def test_logits_and_tokens_are_those_of_peft_and_nothing_is_shared(small: Small, tmp_path: Path) -> None:
-    """Of PEFT on transformers' model, in float32: adapters that it has saved, and one of the first layer alone."""
+    """PEFT computes in float32 on transformers' model, with adapters that it saved and one of the first layer alone."""
     folder, weights, hf = small
     tokens = random.Random(4).choices(range(1, 320), k=43)
     folders = {

@@ -1,4 +1,4 @@
-"""Who begins next, and who waits for whom, where the order knows the cache."""
+"""The order that knows the cache decides which request begins next, and which waits for which."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -214,3 +214,12 @@ def _free_ports(count: int) -> list[int]:
     for listener in listeners:
         listener.close()
     return ports
+
+
+def require_small(image: str, most_bytes: int) -> None:
+    """Fails where an image has more bytes than these beside its base, or packages that only engines and tests need."""
+    own = inspect(image)["Size"] - inspect(BASE_IMAGE)["Size"]
+    print(f"image without its base: {own / 1e6:.1f} MB")
+    assert own <= most_bytes
+    script = "import importlib.util as u; print([n for n in ('torch', 'triton', 'pip', 'pytest') if u.find_spec(n)])"
+    assert docker("run", "--rm", "--network=none", "--entrypoint=python", image, "-c", script) == "[]"

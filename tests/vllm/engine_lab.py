@@ -23,7 +23,7 @@ SERVERS = CHILD.with_name("server_child.py")
 Server = tuple[Mapping[str, Any] | None, Mapping[str, Any]]
 """Connector, or None for none, and options of a server."""
 KV_BYTES = 256 << 20
-"""Of an engine's device, which it fills with zeros at its start."""
+"""The bytes of an engine's device, which it fills with zeros at its start."""
 
 
 class Engine:

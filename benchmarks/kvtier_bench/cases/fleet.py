@@ -43,11 +43,11 @@ class _Way:
         return f"{self.strategy}, {'pool' if self.with_pool else 'no pool'}"
 
     def p90_s(self) -> list[float]:
-        """By round."""
+        """Returns the 90th percentile of the seconds to the first token, round by round."""
         return [percentile([each.ttft_s for each in answers], 90) for answers in self.rounds]
 
     def all_s(self) -> list[float]:
-        """Of all requests of all rounds."""
+        """Returns the seconds to the first token of all requests of all rounds."""
         return [each.ttft_s for answers in self.rounds for each in answers]
 
 

@@ -26,13 +26,13 @@ class Shape:
     sessions: int = 10
     turns: int = 5
     document_blocks: int = 28
-    """Of each first prompt, of 16 tokens each."""
+    """The blocks of each first prompt, of 16 tokens each."""
     turn_blocks: int = 3
     """What each turn adds, the answer before included."""
 
     @property
     def num_tokens(self) -> int:
-        """Of all prompts together."""
+        """The number of tokens of all prompts together."""
         of_session = sum(self.document_blocks + turn * self.turn_blocks for turn in range(1, self.turns + 1))
         return self.sessions * of_session * TOKENS_PER_BLOCK
 

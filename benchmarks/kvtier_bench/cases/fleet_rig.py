@@ -42,7 +42,7 @@ class FleetRig:
         configs = [self._engine(number, with_pool) for with_pool in (False, True) for number in range(NUM_ENGINES)]
         urls = stack.enter_context(engine_processes(configs, self._environ))
         self.urls = {False: urls[:NUM_ENGINES], True: urls[NUM_ENGINES:]}
-        """Of engines, by whether they have the pool."""
+        """The addresses of engines, by whether they have the pool."""
 
     @contextmanager
     def gateway(self, strategy: str, with_pool: bool, engines: Sequence[int] = range(NUM_ENGINES)) -> Iterator[str]:
