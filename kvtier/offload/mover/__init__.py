@@ -2,8 +2,9 @@
 
     Fetcher      arena or lent memory -> device; what is not in the arena is read from its tier first
     Saver        device -> arena
+    CopyQueue    which batches of the two are copied together
     TierWriter   arena -> tiers: checksums, then one writer per tier, also of discards
-    Threads      all threads of the three, in the order in which they are ended
+    Threads      all threads of them, in the order in which they are ended
     Answers      what the directory is to hear
 
 What they may take on is bounded by the arena: the directory gives every block on the move a slot of it, but for those

@@ -1,5 +1,6 @@
 """Loads of a mover: blocks of tiers and of the arena on their way to the device."""
 
+import contextlib
 import enum
 import logging
 import threading
@@ -13,6 +14,7 @@ from kvtier.errors import InvalidInputError
 from kvtier.identity.keys import StoreKey
 from kvtier.offload.messages import HOST, Cancelled, LoadBatch, Loaded, Queued
 from kvtier.offload.mover.answers import Answers
+from kvtier.offload.mover.copy_queue import CopyQueue
 from kvtier.offload.mover.lending import Loan
 from kvtier.offload.mover.memory import BlockMemory
 from kvtier.offload.mover.threads import Threads
@@ -48,6 +50,7 @@ class Fetcher:
     ) -> None:
         self._memory, self._tiers, self._threads, self._answers = memory, tiers, threads, answers
         self._layered = layered
+        self._copies = CopyQueue(threads.host_loads, self._copy)
         self._lock = threading.Lock()
         self._running: dict[int, _State] = {}
         """The states of batches under way, by id."""
@@ -64,8 +67,12 @@ class Fetcher:
         """Queues a load. `Loaded` is posted in any case when it is over."""
         with self._lock:
             self._running[batch.batch_id] = _State.RUNNING
-        queue = self._threads.host_loads if batch.source == HOST else self._threads.loads
-        queue.submit(self._load, batch, after)
+        if batch.source != HOST:
+            self._threads.loads.submit(self._load, batch, after)
+        elif batch.way == "arena":
+            self._copies.submit(batch, len(batch.keys) * self._memory.block_bytes, after)
+        else:
+            self._threads.host_loads.submit(self._load, batch, after)
 
     def cancel(self, batch_id: int) -> None:
         """Keeps a load off the device and posts `Cancelled`. A load that is over or copying answers by itself."""
@@ -90,10 +97,38 @@ class Fetcher:
             try:
                 ok, waited_s = self._bring(batch, after)
             except Exception:
-                # A bug or a broken device must not end the thread and leave the engine waiting: it computes.
-                _log.exception(
-                    "loading %d blocks from %s failed", len(batch.keys), batch.source, extra={"tier": batch.source}
-                )
+                self._log_failure(batch)
+        self._loaded(batch, ok, begun_s, waited_s)
+
+    def _log_failure(self, batch: LoadBatch) -> None:
+        """Logs the exception that is being handled, as the batch's. Whatever it is, the engine hears and computes."""
+        with tracing.within(batch.trace), within_request(batch.request_id):
+            _log.exception(
+                "loading %d blocks from %s failed", len(batch.keys), batch.source, extra={"tier": batch.source}
+            )
+
+    def _copy(self, batches: Sequence[LoadBatch], after: Fence | None) -> None:
+        """Copies batches that are in the arena."""
+        begun_s, waited_s, is_ok, memory = MONOTONIC(), 0.0, True, self._memory
+        copied = [batch for batch in batches if self._begin_copy(batch)]
+        sources = [Blocks(memory.arena, batch.arena_slots, batch.device_slots) for batch in copied]
+        try:
+            with contextlib.ExitStack() as spans:
+                for batch in copied:
+                    spans.enter_context(tracing.within(batch.trace))
+                    spans.enter_context(within_request(batch.request_id))
+                    spans.enter_context(self._copy_span(len(batch.keys)))
+                if sources:
+                    waited_s = memory.device.scatter_all(sources, after=after)
+        except Exception:
+            for batch in batches:
+                self._log_failure(batch)
+            is_ok = False
+        for batch in batches:
+            self._loaded(batch, bytes([is_ok]) * len(batch.keys), begun_s, waited_s)
+
+    def _loaded(self, batch: LoadBatch, ok: bytes, begun_s: float, waited_s: float) -> None:
+        """Tells the directory that a load is over."""
         with self._lock:
             del self._running[batch.batch_id]
             # Batches of one tier that run side by side share what it can do: no time counts twice. What the engine's
@@ -125,12 +160,12 @@ class Fetcher:
         return b"\1" * len(batch.keys)
 
     def _bring_through_arena(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
-        """Reads what is not in the arena yet, and copies what is there then."""
+        """Reads blocks of a tier into the arena, and copies what is there then."""
         ok, waited_s = self._read(batch), 0.0
         if self._begin_copy(batch):
             present = [i for i, good in enumerate(ok) if good]
             slots, device_slots = [batch.arena_slots[i] for i in present], [batch.device_slots[i] for i in present]
-            with tracing.span("copy to device", blocks=len(slots), bytes=len(slots) * self._memory.block_bytes):
+            with self._copy_span(len(slots)):
                 waited_s = self._memory.device.scatter(self._memory.arena, slots, device_slots, after=after)
         return ok, waited_s
 
@@ -151,7 +186,7 @@ class Fetcher:
                     for lent in loan.blocks
                 ]
                 num_blocks = sum(len(lent.slots) for lent in loan.blocks)
-                with tracing.span("copy to device", blocks=num_blocks, bytes=num_blocks * self._memory.block_bytes):
+                with self._copy_span(num_blocks):
                     waited_s = self._memory.device.scatter_all(sources, after=after)
                 wrong = self._wrong_blocks(batch, keys, loan)
         finally:
@@ -179,13 +214,15 @@ class Fetcher:
 
     def _read(self, batch: LoadBatch) -> bytes:
         """Fills the batch's arena slots from its tier, and returns which of them hold their blocks."""
-        if batch.source == HOST:
-            return b"\1" * len(batch.keys)
         if self._is_cancelled(batch):
             return bytes(len(batch.keys))
         tier, views = self._tiers.by_name[batch.source], [self._memory.view(slot) for slot in batch.arena_slots]
         statuses = tier.read(self._memory.store_keys(batch.keys), views)
         return bytes(status is Status.HIT for _, status in zip(batch.keys, statuses, strict=True))
+
+    def _copy_span(self, num_blocks: int) -> contextlib.AbstractContextManager[object]:
+        """Returns the span of a copy of so many blocks."""
+        return tracing.span("copy to device", blocks=num_blocks, bytes=num_blocks * self._memory.block_bytes)
 
     def _is_cancelled(self, batch: LoadBatch) -> bool:
         with self._lock:

@@ -1,14 +1,16 @@
 """Saves of a mover: blocks on their way from the device to the arena, and on to the tiers below."""
 
+import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.device.kv import Fence
 from kvtier.offload.messages import Copied, DiscardBatch, SaveBatch, Stored
 from kvtier.offload.mover.answers import Answers
+from kvtier.offload.mover.copy_queue import CopyQueue
 from kvtier.offload.mover.memory import BlockMemory
 from kvtier.offload.mover.threads import Threads
 from kvtier.offload.mover.tier_writer import TierWriter
@@ -27,7 +29,8 @@ class Saver:
     """
 
     def __init__(self, memory: BlockMemory, writer: TierWriter, threads: Threads, answers: Answers) -> None:
-        self._memory, self._writer, self._threads, self._answers = memory, writer, threads, answers
+        self._memory, self._writer, self._answers = memory, writer, answers
+        self._copies = CopyQueue(threads.saves, self._copy)
         self._lock = threading.Lock()
         self._saving: set[int] = set()
         """Batches that may still read the device, by id."""
@@ -51,7 +54,7 @@ class Saver:
         with self._lock:
             self._saving.add(batch.batch_id)
             self._handing_on.append(turn)
-        self._threads.saves.submit(self._save, batch, after, turn)
+        self._copies.submit((batch, turn), len(batch.keys) * self._memory.block_bytes, after)
 
     def discard(self, batch: DiscardBatch) -> None:
         """Queues a discard behind the saves: what is being copied at this moment is written first, then forgotten."""
@@ -60,19 +63,32 @@ class Saver:
             self._handing_on.append(turn)
         self._hand_on(turn, lambda: self._writer.discard(batch))
 
-    def _save(self, batch: SaveBatch, after: Fence | None, turn: "_Turn") -> None:
-        ok, memory = b"\1" * len(batch.keys), self._memory
+    def _copy(self, saves: "Sequence[tuple[SaveBatch, _Turn]]", after: Fence | None) -> None:
+        memory = self._memory
+        device_slots = [slot for batch, _ in saves for slot in batch.device_slots]
+        arena_slots = [slot for batch, _ in saves for slot in batch.arena_slots]
+        is_ok = True
         try:
-            num_bytes = len(batch.keys) * memory.block_bytes
-            with tracing.within(batch.trace), tracing.span("copy to host", blocks=len(batch.keys), bytes=num_bytes):
-                memory.device.gather(batch.device_slots, memory.arena, batch.arena_slots, after=after)
+            with contextlib.ExitStack() as spans:
+                for batch, _ in saves:
+                    num_blocks = len(batch.keys)
+                    spans.enter_context(tracing.within(batch.trace))
+                    spans.enter_context(
+                        tracing.span("copy to host", blocks=num_blocks, bytes=num_blocks * memory.block_bytes)
+                    )
+                memory.device.gather(device_slots, memory.arena, arena_slots, after=after)
         except Exception:
-            _log.exception("copying %d blocks from the device failed", len(batch.keys))
-            ok = bytes(len(batch.keys))
+            _log.exception("copying %d blocks from the device failed", len(device_slots))
+            is_ok = False
+        for batch, turn in saves:
+            self._copied(batch, turn, is_ok=is_ok)
+
+    def _copied(self, batch: SaveBatch, turn: "_Turn", *, is_ok: bool) -> None:
+        """Tells the directory that the device slots are free again, and has the tiers asked."""
         with self._lock:
             self._saving.discard(batch.batch_id)
-        self._answers.post(Copied(batch.batch_id, ok))
-        if batch.tiers and any(ok):
+        self._answers.post(Copied(batch.batch_id, bytes([is_ok]) * len(batch.keys)))
+        if batch.tiers and batch.keys and is_ok:
             self._hand_on(turn, lambda: self._writer.write(batch, batch.tiers))
         else:
             self._hand_on(turn, lambda: self._answers.post(Stored(batch.batch_id)))
