@@ -19,10 +19,11 @@ _NAME, _VERSION = b"cuMemcpyBatchAsync", 12080
 _SOURCE_IN_STREAM_ORDER, _SOURCE_ANY_TIME = 1, 3
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM and _ANY. Targets are always written in the stream's order."""
 
-_MOST_AT_ONCE = 1024
-"""Transfers per call. The driver begins to copy when a call is over, and takes half a microsecond to one for each of
-its transfers; so some are asked for while those of the call before are copied. With a few hundred, 64 KiB each would be
-copied 4 % faster still, and a thread would wait for the interpreter's lock more often."""
+_FIRST_CALL = 1024
+"""Transfers of the first call; each further one has half as many again as the one before. The driver begins to copy
+when a call is over, and takes half a microsecond to one for each of its transfers: as long as the bus takes for 32 to
+64 KiB. So the device is soon busy, it stays busy while more is asked for, and few calls have to wait for the
+interpreter's lock."""
 Numbers = npt.NDArray[np.int64]
 
 
@@ -84,9 +85,10 @@ class BatchedDma:
         """
         order = _SOURCE_ANY_TIME if from_host else _SOURCE_IN_STREAM_ORDER
         attributes, first, failed = _Attributes(order), _SIZE(0), _SIZE(0)
-        for start in range(0, len(targets), _MOST_AT_ONCE):
-            some = slice(start, start + _MOST_AT_ONCE)
-            count = len(targets[some])
+        stop, most = 0, _FIRST_CALL
+        while stop < len(targets):
+            some = slice(stop, min(stop + most, len(targets)))
+            count, stop, most = some.stop - some.start, some.stop, most + most // 2
             status = self._call(
                 targets[some].ctypes.data, sources[some].ctypes.data, sizes[some].ctypes.data, count,
                 ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(failed), stream,

@@ -9,7 +9,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from kvtier.device.block_pool import BlockPool
-from kvtier.device.kv import Blocks, Fence, HostMemoryKV
+from kvtier.device.kv import Fence, HostMemoryKV
 from kvtier.device.layered_loads import LayeredLoads
 from kvtier.errors import KvtierError
 from kvtier.identity.keys import BlockHasher, NamespaceId, PrefixHasher, tenant_id
@@ -115,10 +115,7 @@ class HeldDevice:
     def scatter(
         self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
     ) -> float:
-        return self.scatter_all([Blocks(arena, arena_slots, device_slots)], after=after)
-
-    def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
-        return self._inner.scatter_all(sources, after=after)
+        return self._inner.scatter(arena, arena_slots, device_slots, after=after)
 
 
 class EngineRig:

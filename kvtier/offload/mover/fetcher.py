@@ -111,15 +111,16 @@ class Fetcher:
         """Copies batches that are in the arena."""
         begun_s, waited_s, is_ok, memory = MONOTONIC(), 0.0, True, self._memory
         copied = [batch for batch in batches if self._begin_copy(batch)]
-        sources = [Blocks(memory.arena, batch.arena_slots, batch.device_slots) for batch in copied]
+        slots = [slot for batch in copied for slot in batch.arena_slots]
+        device_slots = [slot for batch in copied for slot in batch.device_slots]
         try:
             with contextlib.ExitStack() as spans:
                 for batch in copied:
                     spans.enter_context(tracing.within(batch.trace))
                     spans.enter_context(within_request(batch.request_id))
                     spans.enter_context(self._copy_span(len(batch.keys)))
-                if sources:
-                    waited_s = memory.device.scatter_all(sources, after=after)
+                if copied:
+                    waited_s = memory.device.scatter(memory.arena, slots, device_slots, after=after)
         except Exception:
             for batch in batches:
                 self._log_failure(batch)

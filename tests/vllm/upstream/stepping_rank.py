@@ -14,7 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 import kvtier_vllm.worker
 from hierarchy_rig import Held
-from kvtier.device.kv import Blocks, DeviceKV, Fence
+from kvtier.device.kv import DeviceKV, Fence
 from kvtier.identity.namespace import Namespace
 from kvtier.memory.arena import Arena
 from kvtier.memory.slot_memory import SlotMemory
@@ -42,10 +42,7 @@ class HeldDevice:
     def scatter(
         self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
     ) -> float:
-        return self.scatter_all([Blocks(arena, arena_slots, device_slots)], after=after)
-
-    def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
-        return self._inner.scatter_all(sources, after=after)
+        return self._inner.scatter(arena, arena_slots, device_slots, after=after)
 
 
 class Rank:

@@ -11,7 +11,7 @@ from stepping_rig import Engine
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from kvtier.device.kv import Blocks, DeviceKV, Fence
+from kvtier.device.kv import DeviceKV, Fence
 from kvtier.memory.arena import Arena
 from kvtier.memory.slot_memory import SlotMemory
 
@@ -68,12 +68,8 @@ class LateDevice:
     def scatter(
         self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
     ) -> float:
-        return self.scatter_all([Blocks(arena, arena_slots, device_slots)], after=after)
-
-    def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
-        self._inner.scatter_all(sources, after=None)
-        for blocks in sources:
-            self._note("load", blocks.device_slots, after)
+        self._inner.scatter(arena, arena_slots, device_slots, after=None)
+        self._note("load", device_slots, after)
         return 0.0
 
     def _note(self, kind: str, device_slots: Sequence[int], after: Fence | None) -> None:
