@@ -262,7 +262,7 @@ def test_results_are_rendered_for_the_documentation() -> None:
 
 
 def test_the_documentation_has_what_was_measured() -> None:
-    results = load(ROOT / "benchmarks" / "results" / "2026-11-26-h200-gpu.json")
+    results = load(ROOT / "benchmarks" / "results" / "2026-11-27-h200-gpu.json")
     assert (ROOT / "docs" / "gpu-results.md").read_text().endswith(markdown(results) + "\n")
     assert not any(outcome.failed for outcome in results)
 
