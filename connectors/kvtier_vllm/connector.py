@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvtier_vllm import compat
+from kvtier_vllm import compat, requirements
 from kvtier_vllm.content.contents import Contents
 from kvtier_vllm.kv.groups import KVGroups
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity
@@ -55,13 +55,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises `ConfigError`: another failure policy, a model or a configuration that cannot be."""
         super().__init__(vllm_config, role, kv_cache_config)
         compat.log_as_vllm_does()
-        compat.require_recompute(self._kv_transfer_config.kv_load_failure_policy)
-        tokens_per_block = compat.tokens_per_block(vllm_config, kv_cache_config)
+        requirements.require_recompute(self._kv_transfer_config.kv_load_failure_policy)
+        tokens_per_block = requirements.tokens_per_block(vllm_config, kv_cache_config)
         settings = load_settings(self._kv_transfer_config.kv_connector_extra_config or {}, tokens_per_block)
         compat.log_as_vllm_does(settings.log.level, settings.log.format)
         config = of_rank(settings, vllm_config.parallel_config)
         if config.gateway_tenants:
-            compat.require_safe_hashes(vllm_config)
+            requirements.require_safe_hashes(vllm_config)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         of_states = compat.state_groups(kv_cache_config)
         groups = KVGroups(len(kv_cache_config.kv_cache_groups), kv_cache_config.num_blocks, of_states)

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
 from kvtier.build import startable
 from kvtier.config import Config
-from kvtier_vllm import compat
+from kvtier_vllm import compat, requirements
 from kvtier_vllm.content.identity import weight_files
 from kvtier_vllm.settings import load_settings, of_rank, of_worker
 
@@ -36,7 +36,7 @@ def require_settings(transfer: KVTransferConfig) -> None:
     """Raises `ConfigError` for what `--kv-transfer-config` alone shows: policy, keys, files, secrets, folders."""
     for use in _uses(transfer):
         for policy in use.failure_policies:
-            compat.require_recompute(policy)
+            requirements.require_recompute(policy)
         # Any worker's part of the folder: what lies beside it belongs to the others.
         config = of_worker(load_settings(use.settings, _ANY_TOKENS), "0-0")
         startable.require_startable(config, current_platform.device_type)
@@ -45,12 +45,12 @@ def require_settings(transfer: KVTransferConfig) -> None:
 def require_startable(config: VllmConfig) -> None:
     """Raises `ConfigError` for what vLLM's whole configuration shows."""
     assert config.kv_transfer_config is not None, "it names kvtier"
-    compat.require_tried_options(config)
-    compat.require_tried([get_kv_quant_mode(str(config.cache_config.cache_dtype))])
+    requirements.require_tried_options(config)
+    requirements.require_tried([get_kv_quant_mode(str(config.cache_config.cache_dtype))])
     for use in _uses(config.kv_transfer_config):
         settings: Config = of_rank(load_settings(use.settings, _ANY_TOKENS), config.parallel_config)
         if settings.gateway_tenants:
-            compat.require_safe_hashes(config)
+            requirements.require_safe_hashes(config)
     for model, load in compat.models_of(config):
         if Path(model.model).is_dir():  # one that is known by its name may not be downloaded yet
             weight_files(model, load)

@@ -35,9 +35,10 @@ from vllm.v1.kv_cache_interface import (
 
 from kvtier.errors import ConfigError
 from kvtier.memory.arena import Arena
-from kvtier_vllm.compat import holds_the_same_in_all_ranks, state_groups, states_of, tokens_per_block
+from kvtier_vllm.compat import holds_the_same_in_all_ranks, state_groups, states_of
 from kvtier_vllm.content.identity import model_digest, namespace_of
 from kvtier_vllm.kv.paged_kv import device_kv
+from kvtier_vllm.requirements import tokens_per_block
 from kvtier_vllm.secondary.identity import require_usable
 
 SIZE = 64

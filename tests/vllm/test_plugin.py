@@ -76,8 +76,8 @@ def test_another_release_is_refused_by_its_number_before_what_it_may_not_have(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
-    for module in ("kvtier_vllm.early_checks", "kvtier_vllm.compat", "kvtier_vllm.connector"):
-        monkeypatch.setitem(sys.modules, module, None)
+    for module in ("early_checks", "requirements", "compat", "connector"):
+        monkeypatch.setitem(sys.modules, f"kvtier_vllm.{module}", None)
     with pytest.raises(ConfigError, match=r"vLLM 0\.32\.x, this is 0\.99\.0"):
         configuration(lab, transfer(settings()))
     with pytest.raises(ConfigError, match=r"this is 0\.99\.0"):

@@ -14,8 +14,8 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvtier.errors import ConfigError
 from kvtier.identity.namespace import Namespace
-from kvtier_vllm.compat import require_tried
 from kvtier_vllm.content.identity import model_digest, packing_of_cpu
+from kvtier_vllm.requirements import require_tried
 
 _SEEDED = ("xxhash", "xxhash_cbor")
 
