@@ -74,8 +74,8 @@ def tenant_id(name: str) -> TenantId:
     return TenantId(hashlib.sha256(_TENANT_LABEL + name.encode()).digest()[:TENANT_ID_BYTES])
 
 
-def tenant_of(key: StoreKey) -> TenantId:
-    """The tenant that a store key names."""
+def tenant_of(key: bytes) -> TenantId:
+    """The tenant that a store key or a block key names."""
     return TenantId(key[:TENANT_ID_BYTES])
 
 

@@ -16,7 +16,7 @@ from itertools import groupby
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvariantError
-from kvtier.identity.keys import TENANT_ID_BYTES, BlockKey, NamespaceId, TenantId
+from kvtier.identity.keys import BlockKey, NamespaceId, TenantId, tenant_of
 from kvtier.offload.changes import ContentChanges
 from kvtier.offload.host_policy import HostPolicy
 from kvtier.offload.index import BlockIndex
@@ -323,7 +323,7 @@ class Directory:
     def _record(self, kind: Kind, keys: Sequence[BlockKey]) -> None:
         """Tells the recorder, if there is one: a call for each run of blocks of one tenant."""
         if self._recorder is not None:
-            for tenant, run in groupby(keys, key=lambda key: key[:TENANT_ID_BYTES]):
+            for tenant, run in groupby(keys, key=tenant_of):
                 self._recorder.record(kind, tenant, list(run))
 
     def _note_end(self, result: JobResult) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import LimitExceededError, UnavailableError
 from kvtier.events import Event
-from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.identity.keys import TenantId
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class EventHub:
     def publish(self, event: Event) -> None:
         """An `EventSink`: splits the event by tenant. Costs nothing when nobody listens."""
         for subscription in self._subscriptions:
-            keys = tuple(key for key in event.keys if _is_tenants(key, subscription.tenant))
+            keys = tuple(key for key in event.keys if key.startswith(subscription.tenant))
             if keys or not event.keys:
                 subscription.push(Event(event.kind, event.tier, keys))
 
@@ -108,7 +108,3 @@ class EventHub:
 
 def _size(event: Event) -> int:
     return max(1, len(event.keys))
-
-
-def _is_tenants(key: StoreKey, tenant: TenantId) -> bool:
-    return key[:TENANT_ID_BYTES] == tenant

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvariantError
-from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.identity.keys import StoreKey, TenantId, tenant_of
 from kvtier.protocol.retention import PinStatus
 from kvtier.store.metrics import StoreMetrics
 from kvtier.system.ticking_thread import TickingThread
@@ -169,7 +169,7 @@ class Retention:
             counted: Counter[int] = Counter()
             for key, kept in self._kept.items():
                 slab = kept.pin.slab
-                for held in (of_all, of_tenant[_tenant_of(key)]):
+                for held in (of_all, of_tenant[tenant_of(key)]):
                     held.add(kept.pin, 0 if counted[slab] else slabs[slab], 1)
                 counted[slab] += 1
             if (of_all, of_tenant, counted) != (self._all, self._of_tenant, self._num_in_slab):
@@ -230,7 +230,7 @@ class Retention:
     def _end(self, kept: _Kept) -> SlabPin:
         """Forgets a pin; the caller unpins it without the lock. Under the lock."""
         del self._kept[kept.pin.key]
-        self._count(_tenant_of(kept.pin.key), kept.pin, -1)
+        self._count(tenant_of(kept.pin.key), kept.pin, -1)
         if len(self._ends) > 2 * len(self._kept) + _SPARE_ENDS:
             self._ends = [(other.until_s, key) for key, other in self._kept.items()]
             heapq.heapify(self._ends)
@@ -253,7 +253,3 @@ class Retention:
         if num_ended := self.end_due():
             _log.debug("%d pins are over", num_ended)
         return bool(self._kept)
-
-
-def _tenant_of(key: StoreKey) -> TenantId:
-    return TenantId(key[:TENANT_ID_BYTES])

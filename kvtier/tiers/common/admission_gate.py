@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry, Counter
 
 from kvtier.clock import MONOTONIC, Clock
-from kvtier.identity.keys import TENANT_ID_BYTES, TenantId
+from kvtier.identity.keys import TenantId, tenant_of
 from kvtier.policies.admission import Admission, Offer
 
 
@@ -55,13 +55,13 @@ class AdmissionGate:
         :param run_blocks: how many blocks of one request are offered together.
         """
         sizes = dict(blocks)
-        held = {tenant: self._tenant_bytes(tenant) for tenant in {_tenant_of(key) for key in sizes}}
+        held = {tenant: self._tenant_bytes(tenant) for tenant in {tenant_of(key) for key in sizes}}
         answers: dict[bytes, bool] = {}
         refusals: Counts[str] = Counts()
         with self._lock:
             now_s = self._clock()
             for key, nbytes in sizes.items():
-                tenant = _tenant_of(key)
+                tenant = tenant_of(key)
                 offer = Offer(key, tenant, nbytes, run_blocks, now_s, held[tenant])
                 refusal = self._admission.refusal(offer)
                 if refusal is None:
@@ -73,7 +73,3 @@ class AdmissionGate:
         for name, count in refusals.items():
             self._declined[name].inc(count)
         return [answers[key] for key, _ in blocks]
-
-
-def _tenant_of(key: bytes) -> TenantId:
-    return TenantId(key[:TENANT_ID_BYTES])

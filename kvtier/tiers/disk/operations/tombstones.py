@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvtier.codec.stored_form import encode_header
 from kvtier.events import EventKind
-from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId, tenant_of
+from kvtier.identity.keys import StoreKey, TenantId, tenant_of
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.disk.log.format import Kind, purge_key
 from kvtier.tiers.disk.log.segments import NO_EPOCH
@@ -259,5 +259,5 @@ class Tombstones:
 def _by_tenant(keys: Sequence[StoreKey]) -> dict[TenantId, list[StoreKey]]:
     tenants: dict[TenantId, list[StoreKey]] = {}
     for key in keys:
-        tenants.setdefault(TenantId(key[:TENANT_ID_BYTES]), []).append(key)
+        tenants.setdefault(tenant_of(key), []).append(key)
     return tenants
