@@ -6,7 +6,7 @@ import socket
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,11 @@ from kvtier.net.tls import server_tls
 from kvtier.system.logs import set_up_logs
 from kvtier.system.open_files import raise_open_files_limit
 from kvtier.system.process_metrics import leave_out_creation_times
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from kvtier_engine.scheduling.engine import Engine
 
 _SHUTDOWN_GRACE_S = 5
 """What requests that are running at a stop get to finish; then they are cancelled."""
@@ -108,34 +113,37 @@ def run(config: Config) -> None:
                 timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
             )
         )
-
         if tls is not None:
             uvicorn_server.config.load()
             uvicorn_server.config.ssl = tls.context()
+        _serve_until_ended(uvicorn_server, assembled.engine, listener, "http" if tls is None else "https")
 
-        def serve_http() -> None:
-            try:
-                uvicorn_server.run(sockets=[listener])
-            finally:
-                assembled.engine.stop()
 
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            uvicorn_server.should_exit = True
-            # A second one ends a stop that takes too long for somebody's patience.
-            signal.signal(number, signal.SIG_DFL)
+def _serve_until_ended(server: "uvicorn.Server", engine: "Engine", listener: socket.socket, scheme: str) -> None:
+    """Runs the engine in this thread and the server in another one, until a signal comes or either of them ends."""
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, on_signal)
-        thread = threading.Thread(target=serve_http, name="kvtier-http")
-        thread.start()
-        host, port = listener.getsockname()[:2]
-        scheme = "http" if tls is None else "https"
-        print(f"ready url={scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    def serve_http() -> None:
         try:
-            assembled.engine.run()
+            server.run(sockets=[listener])
         finally:
-            uvicorn_server.should_exit = True
-            thread.join()
+            engine.stop()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+        # A second one ends a stop that takes too long for somebody's patience.
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    thread = threading.Thread(target=serve_http, name="kvtier-http")
+    thread.start()
+    host, port = listener.getsockname()[:2]
+    print(f"ready url={scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    try:
+        engine.run()
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def _listening(address: str) -> socket.socket:
