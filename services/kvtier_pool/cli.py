@@ -127,18 +127,7 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     keep_freed_memory()
     leave_out_creation_times()
     gc.set_threshold(*_GC_THRESHOLDS)
-    came: set[int] = set()
-    """Numbers of the signals that came. Their handler does nothing that takes a lock: whatever it interrupts may hold
-    that lock."""
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        came.add(number)
-        if number != signal.SIGHUP:
-            # A second one ends a drain that takes too long for somebody's patience.
-            signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, on_signal)
+    came = _noted_signals()
     raise_open_files_limit()  # a connection or a slab of memory takes one or two
     service = PoolService(config)
     reloader = Reloader(service, config, read_again)  # looks at the files before a start that may take long
@@ -150,6 +139,32 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     give_back_freed_memory()  # what imports, and reading the configuration, have left
     block, grpc = ",".join(addresses.block), ",".join(addresses.grpc)
     print(f"ready block={block} grpc={grpc} http={addresses.http}", flush=True)
+    _serve_until_ended(service, reloader, came)
+    service.stop()
+    ending.set()
+    operators.stop()  # last: the disk of a trace may not answer, and what clients were promised is written by now
+
+
+def _noted_signals() -> set[int]:
+    """Returns the set to which handlers add the numbers of signals that came.
+
+    A handler does nothing that takes a lock: whatever it interrupts may hold that lock.
+    """
+    came: set[int] = set()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        came.add(number)
+        if number != signal.SIGHUP:
+            # A second one ends a drain that takes too long for somebody's patience.
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, on_signal)
+    return came
+
+
+def _serve_until_ended(service: PoolService, reloader: Reloader, came: set[int]) -> None:
+    """Reloads and looks after the service until one of the signals that `came` is to end it."""
     # The kernel may give the signal to another thread, and Python runs the handler in this one, when it wakes. So that
     # it does, whichever thread has the signal writes to the pipe.
     signals, written = os.pipe()
@@ -164,9 +179,6 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
             _log.info("%d connections ended: their tokens have expired", num_ended)
         if select.select([signals], [], [], _LOOK_S)[0]:
             os.read(signals, 1)
-    service.stop()
-    ending.set()
-    operators.stop()  # last: the disk of a trace may not answer, and what clients were promised is written by now
 
 
 def configured(file: Path | None, flags: dict[str, Any], tenants: list[str]) -> Config:

@@ -32,7 +32,7 @@ class _Service:
         pass
 
     def start(self) -> Addresses:
-        sys.settrace(_trace)  # what is called from now on, and the loop, which has been called already
+        sys.settrace(_trace)  # what is called from now on, and the caller, which has been called already
         sys._getframe(1).f_trace = _trace
         return Addresses(("",), ("",), "")
 
