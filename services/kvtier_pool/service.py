@@ -4,38 +4,35 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from kvtier.clock import MONOTONIC
-from kvtier.codec.sealed_form import StorageSeals
 from kvtier.config import Config
 from kvtier.config.accepted import accepted_certificates, accepted_tokens, pool_files, require_clients
-from kvtier.config.pool_service import PoolServiceConfig
-from kvtier.config.tenant import ShareConfig
 from kvtier.config.tls_files import pool_service_tls
 from kvtier.errors import ConfigError
-from kvtier.identity.keys import TenantId, tenant_id
-from kvtier.memory import memfd
-from kvtier.metrics import Metrics
-from kvtier.net.address import Address
-from kvtier.policies.registry import by_name
+from kvtier.identity.keys import tenant_id
+from kvtier.net.certificates import TlsFiles
 from kvtier.store.event_hub import EventHub
-from kvtier.store.metrics import StoreMetrics
-from kvtier.store.retention import RetentionLimits
-from kvtier.store.store import Store
 from kvtier.store.write_behind import DrainReport
 from kvtier.system.process_metrics import describe_process
-from kvtier.tiers.common.shares import Share
 from kvtier.traces.recorder import TraceRecorder
 from kvtier_pool.administration import Administration
-from kvtier_pool.audit import AuditLog, require_writable
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.client_memory import ClientLimits
 from kvtier_pool.block.server import BlockServer
 from kvtier_pool.block.shared_memory import SharedClients
+from kvtier_pool.configured_parts import (
+    audit_log_of,
+    open_store,
+    recorder_of,
+    share_of,
+    shares_memory,
+    tenant_names,
+    trace_description,
+)
 from kvtier_pool.exposure import require_protected, tokens_in_clear
 from kvtier_pool.grpc.call_places import CallPlaces
 from kvtier_pool.grpc.callers import Callers
@@ -48,7 +45,6 @@ from kvtier_pool.http_tenants import HttpTenants
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.logins import Logins
 from kvtier_pool.metrics import PoolMetrics, UnwrittenBlocks
-from kvtier_pool.open_tiers import open_lower_tiers
 from kvtier_pool.places import TenantPlaces
 from kvtier_pool.rates import TenantRates
 from kvtier_pool.storage_keys import StorageKeys
@@ -102,28 +98,18 @@ class PoolService:
         registry = CollectorRegistry()
         describe_process(registry)
         metrics = PoolMetrics(registry)
-        self.audit = _audit_of(config, metrics)
+        self.audit = audit_log_of(config, metrics)
         self._logins = logins = Logins(authenticator, self.audit, metrics)
-        shares_memory = _shares_memory(table)
+        is_shared = shares_memory(table)
         tenants = tenant_names(config)
         self._calls = calls = CallPlaces(table.num_threads, limits, tenants, metrics)
         connections = TenantPlaces("max_connections", table.max_connections, tenants, metrics)
-        self._recorder = _recorder_of(config, metrics)
+        self._recorder = recorder_of(config, metrics)
         hub = EventHub(max_streams=calls.num_streams, buffer=limits.event_buffer)
         self._storage_keys = StorageKeys(config)
         seals = self._storage_keys.seals
-        self._core = _open_store(config, seals, hub, registry, shared=shares_memory, recorder=self._recorder)
-        self._clients = None
-        if shares_memory:
-            self._clients = SharedClients(
-                self._core,
-                metrics,
-                ClientLimits(
-                    lease_s=limits.lease_s,
-                    max_held_bytes=limits.max_held_bytes or int(table.memory_bytes) // 4,
-                    max_prepared_s=limits.max_prepared_s,
-                ),
-            )
+        self._core = open_store(config, seals, hub, registry, shared=is_shared, recorder=self._recorder)
+        self._clients = self._shared_clients(metrics) if is_shared else None
         grpc_connections = TenantPlaces("max_connections", table.max_connections, tenants, metrics)
         callers = Callers(logins, GrpcConnections(grpc_connections))
         self._places = (calls, connections, grpc_connections)
@@ -147,16 +133,7 @@ class PoolService:
                 undo.callback(self._clients.stop)
             self.administration = Administration(self._core, metrics, self.audit, config)
             registry.register(UnwrittenBlocks(self.administration.counts))
-            in_clear = tokens_in_clear(config)
-            self._http = StatusServer(
-                table.http_listen,
-                HttpMetrics(registry, logins, access=table.metrics_access, in_clear=in_clear).answer,
-                self._problem,
-                self._core.degraded,
-                tls,
-                HttpTenants(self.administration, logins, in_clear=in_clear).answer,
-                lambda peer, error: logins.at("http", peer).not_understood(error),
-            )
+            self._http = self._status_server(registry, tls)
             self._http.start()
             undo.callback(self._http.stop)
             self._grpc = PoolServer(servicer, callers, config, calls)
@@ -220,8 +197,8 @@ class PoolService:
                     f"{nbytes:,}; guarantee less"
                 )
         self._core.set_shares(
-            {tenant_id(name): _share(tenant.memory) for name, tenant in tenants.items()},
-            {tenant_id(name): _share(tenant.disk) for name, tenant in tenants.items()},
+            {tenant_id(name): share_of(tenant.memory) for name, tenant in tenants.items()},
+            {tenant_id(name): share_of(tenant.disk) for name, tenant in tenants.items()},
         )
         caps = {tenant_id(name): tenant.redis.cap_bytes for name, tenant in tenants.items()}
         self._core.set_remote_caps({tenant: int(cap) for tenant, cap in caps.items() if cap is not None})
@@ -235,7 +212,7 @@ class PoolService:
         """
         if self._recorder is not None:
             raise ConfigError("pool_service.record_trace is set: this pool records all the time, to that file")
-        recorder = TraceRecorder(path, _described(self._config.pool_service), max_bytes=max_bytes)
+        recorder = TraceRecorder(path, trace_description(self._config.pool_service), max_bytes=max_bytes)
         recorder.start()
         try:
             self._core.recorder = recorder
@@ -274,89 +251,27 @@ class PoolService:
         self.audit.stop()
         return reports
 
+    def _shared_clients(self, metrics: PoolMetrics) -> SharedClients:
+        limits = self._limits
+        most_held_bytes = limits.max_held_bytes or int(self._config.pool_service.memory_bytes) // 4
+        client_limits = ClientLimits(
+            lease_s=limits.lease_s, max_held_bytes=most_held_bytes, max_prepared_s=limits.max_prepared_s
+        )
+        return SharedClients(self._core, metrics, client_limits)
+
+    def _status_server(self, registry: CollectorRegistry, tls: TlsFiles | None) -> StatusServer:
+        table, logins, in_clear = self._config.pool_service, self._logins, tokens_in_clear(self._config)
+        return StatusServer(
+            table.http_listen,
+            HttpMetrics(registry, logins, access=table.metrics_access, in_clear=in_clear).answer,
+            self._problem,
+            self._core.degraded,
+            tls,
+            HttpTenants(self.administration, logins, in_clear=in_clear).answer,
+            lambda peer, error: logins.at("http", peer).not_understood(error),
+        )
+
     def _problem(self) -> str | None:
         if self._clients is not None and not self._clients.alive:
             return self._phase or "the thread that ends leases is gone"
         return self._phase or self._core.problem() or self._block.problem()
-
-
-def _open_store(
-    config: Config,
-    seals: StorageSeals,
-    hub: EventHub,
-    registry: CollectorRegistry,
-    *,
-    shared: bool,
-    recorder: TraceRecorder | None,
-) -> Store:
-    """The tiers as one, not started yet; the caller closes it. Raises as `open_lower_tiers` does."""
-    table, tier_metrics = config.pool_service, Metrics(registry)
-    return Store(
-        memory_bytes=int(table.memory_bytes),
-        min_residency_s=table.min_residency_s,
-        below=open_lower_tiers(config, seals, hub, tier_metrics),
-        hub=hub,
-        metrics=StoreMetrics(registry),
-        shared=shared,
-        pins=retention_limits(table, num_tenants=len(tenant_names(config))),
-        tier_metrics=tier_metrics,
-        recorder=recorder,
-        make_policy=partial(by_name, table.memory_policy),
-    )
-
-
-def tenant_names(config: Config) -> dict[TenantId, str]:
-    """The tenants that may be let in, by their ids."""
-    tenants = config.tenants.items()
-    return {tenant_id(name): name for name, tenant in tenants if tenant.token_sha256 or tenant.certificate_names}
-
-
-def _audit_of(config: Config, metrics: PoolMetrics) -> AuditLog:
-    """The audit log that the configuration asks for, not started. Raises `ConfigError` where it cannot be written."""
-    table = config.pool_service
-    if table.audit_log == "stderr":
-        return AuditLog(None, metrics)
-    file = config.references.path(table.audit_log)
-    try:
-        require_writable(file)
-    except OSError as error:
-        raise ConfigError(
-            f"pool_service.audit_log: {file} cannot be written: {error}; name a file in a folder of the pool's user"
-        ) from error
-    return AuditLog(file, metrics, max_bytes=int(table.audit_log_bytes))
-
-
-def _share(configured: ShareConfig) -> Share:
-    cap_bytes = int(configured.cap_bytes) if configured.cap_bytes is not None else None
-    return Share(int(configured.guaranteed_bytes), cap_bytes, configured.weight)
-
-
-def _shares_memory(table: PoolServiceConfig) -> bool:
-    """Whether there is anybody to share memory with, and a way to do it."""
-    is_local = any(Address.parse(address).path for address in table.listen)
-    return table.shared_memory and is_local and memfd.available()
-
-
-def retention_limits(table: PoolServiceConfig, *, num_tenants: int) -> RetentionLimits:
-    """What the tenants may pin."""
-    return RetentionLimits(
-        max_s=table.max_pin_s,
-        most_bytes=int(table.memory_bytes * table.pin_share),
-        several_tenants=num_tenants > 1,
-    )
-
-
-def _recorder_of(config: Config, metrics: PoolMetrics) -> TraceRecorder | None:
-    """The recorder that the configuration asks for, not started."""
-    table = config.pool_service
-    if table.record_trace is None:
-        return None
-    path = config.references.path(table.record_trace)
-    recorder = TraceRecorder(path, _described(table), max_bytes=int(table.record_trace_bytes))
-    metrics.trace_dropped.set_function(lambda: recorder.num_dropped)
-    return recorder
-
-
-def _described(table: PoolServiceConfig) -> dict[str, str | int]:
-    """What a trace says of the memory that was there."""
-    return {"source": "pool", "policy": table.memory_policy, "capacity_bytes": int(table.memory_bytes)}

@@ -20,7 +20,7 @@ from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.host.pins import SlabPin
 from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.host.tier import HostTier
-from kvtier_pool.service import retention_limits
+from kvtier_pool.configured_parts import retention_limits
 from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, WAIT_S, CoreRig, core_rig, keys, pool_config, until
 
 PER_SLAB = 15
