@@ -9,8 +9,8 @@ from kvtier.identity.keys import BlockKey
 class ContentChanges:
     """The directory's notes, to be taken regularly. Scheduler thread only.
 
-    A note is a hint: what was noted twice is taken once, and what has come and gone in between was never there. Compare
-    `Directory.has` with what was published before publishing anything.
+    A note is a hint: what was noted twice is taken once, and may have come and gone in between. Compare `Directory.has`
+    with what was published before publishing anything.
     """
 
     def __init__(self, tiers: Sequence[str]) -> None:
@@ -27,7 +27,7 @@ class ContentChanges:
         self._noted.setdefault(tier, {}).update(dict.fromkeys(keys))
 
     def take(self) -> Iterator[tuple[str, BlockKey]]:
-        """Tier and key of what was noted since the last call."""
+        """Returns the tiers and keys that were noted since the last call."""
         noted, self._noted = self._noted, {}
         return ((tier, key) for tier, keys in noted.items() for key in keys)
 
@@ -54,7 +54,7 @@ _Block = TypeVar("_Block", bound=ChainedBlock)
 
 
 def runs_of_chains(blocks: Iterable[_Block]) -> list[list[_Block]]:
-    """Blocks that follow each other, together. Parents before their children: routers place a block by its parent."""
+    """Joins blocks that follow each other. Parents come before children: routers place a block by its parent."""
     runs: list[list[_Block]] = []
     open_runs: dict[tuple[Hashable, Hashable], list[_Block]] = {}
     """Runs that may go on, by what the next block has in common with them."""

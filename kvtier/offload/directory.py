@@ -6,7 +6,7 @@ decides; the movers carry out. Messages for them gather in `take_messages`, thei
 `deliver`. Nothing here blocks, and everything is for the scheduler thread alone.
 
 What is under way is in modules of its own: `lookups`, `loads`, `saves` and `stores`. Write policies decide
-about the last two: `host_policy` between the device and the arenas, `owed` below.
+about saves and stores: `host_policy` between the device and the arenas, `pending_writes` below them.
 """
 
 import logging
@@ -131,8 +131,6 @@ class Directory:
         self.speeds = self._loads.speeds
         """The speeds of fetching and of computing blocks; `Speeds.note_computed` tells it of the latter."""
 
-    # Lookups
-
     def start_lookup(self, keys: Sequence[BlockKey], previous: Sequence[PreviousKeys] = ()) -> int:
         """Asks where these blocks are; returns the ticket for `poll_lookup`.
 
@@ -145,7 +143,7 @@ class Directory:
         return ticket
 
     def poll_lookup(self, ticket: int) -> list[BlockStatus] | None:
-        """A status per key, in order, which ends the ticket; None while the shared tier is being asked."""
+        """Returns a status per key, in order, which ends the ticket; None while the shared tier is being asked."""
         return self._lookups.poll(ticket)
 
     def cancel_lookup(self, ticket: int) -> None:
@@ -179,8 +177,6 @@ class Directory:
     def room_for_saves(self) -> int:
         """Blocks that can be saved now; more would be dropped. Grows when the tiers below have taken some."""
         return max(0, self._max_saving - self._saves.num_blocks - self._stores.num_blocks)
-
-    # Jobs
 
     def save_full(self, blocks: Sequence[Block]) -> int | None:
         """Blocks became full on the device, which is a use of each. Starts a save of those that the policy wants now.
@@ -222,14 +218,14 @@ class Directory:
         self._loads.cancel(job_id)
 
     def poll(self) -> list[JobResult]:
-        """Jobs that ended since the last poll. Also gives waiting loads what has become free, and ends late ones."""
+        """Returns jobs that ended since the last poll. Gives waiting loads what has become free, and ends late ones."""
         self._loads.advance()
         self._issue_stores()
         results, self._results = self._results, []
         return results
 
     def settle(self) -> bool:
-        """Starts writing down what is still owed, before a stop. True as long as there is a point in waiting."""
+        """Starts writing down what is still owed, before a stop. Returns whether there is a point in waiting."""
         self._owed.settle_all()
         self._issue_stores()
         return self._stores.num_blocks > 0 or (self._saves.num_blocks > 0 and self._owed.due > 0)
@@ -256,20 +252,18 @@ class Directory:
             self._index.begin_forgetting(tier)
             self._movers.send(DiscardBatch(batch_id, tier, list(self._index.in_local_tier(tier) | moving)))
 
-    # The movers
-
     @property
     def is_moving(self) -> bool:
-        """Whether movers may still be at a load or a save, be its job over or not."""
+        """Whether movers may still work at a load or a save, even if its job is over."""
         return len(self._loads) + len(self._saves) > 0
 
     @property
     def is_telling(self) -> bool:
-        """Whether there is something for the movers, or a tier that is being emptied."""
+        """Whether there are messages for the movers, or a tier is being emptied."""
         return bool(self._movers or self._discards)
 
     def take_messages(self) -> list[ToMover]:
-        """What every mover has to be given, in order."""
+        """Removes and returns the messages that every mover has to be given, in order."""
         return self._movers.take()
 
     def deliver(self, rank: int, messages: Iterable[ToDirectory]) -> None:
@@ -309,10 +303,8 @@ class Directory:
         if self._recorder is not None:
             self._recorder.close()
 
-    # Inside
-
     def _gate(self, tier: str, admission: Admission, settings: DirectorySettings) -> AdmissionGate:
-        """The admission of a local tier."""
+        """Makes the admission of a local tier."""
 
         def tenant_bytes(tenant: TenantId) -> int:
             return settings.block_bytes * self._index.num_blocks_of(tenant, tier)

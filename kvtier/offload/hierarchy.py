@@ -52,11 +52,11 @@ class Hierarchy:
         self._directory.cancel_lookup(ticket)
 
     def plan_fetch(self, statuses: Sequence[BlockStatus]) -> int:
-        """How many leading blocks are worth fetching."""
+        """Returns how many leading blocks are worth fetching."""
         return self._planner.blocks_to_fetch(statuses)
 
     def note_computed(self, num_blocks: float, seconds: float) -> None:
-        """What computing took: the planner weighs fetching against it."""
+        """Notes what computing took, against which the planner weighs fetching."""
         self._directory.speeds.note_computed(num_blocks, seconds)
 
     def start_load(self, blocks: Sequence[Block], *, by_layer: bool = False) -> int:
@@ -99,7 +99,7 @@ class Hierarchy:
         self._pump()
 
     def poll(self) -> list[JobResult]:
-        """Jobs that ended since the last poll."""
+        """Returns the jobs that ended since the last poll."""
         self._pump()
         results = self._directory.poll()
         self._pump()

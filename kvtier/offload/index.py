@@ -42,14 +42,14 @@ class BlockIndex:
         """Every block that comes or goes is noted there, while somebody watches."""
 
     def locate(self, key: BlockKey) -> BlockStatus:
-        """What is known without asking anybody."""
+        """Returns where the block is, as far as is known without asking anybody."""
         entry = self.slots.find(key)
         if entry is not None:
             return BlockStatus(Status.HIT, HOST) if entry.ready else PENDING
         return self.locate_below(key)
 
     def locate_below(self, key: BlockKey) -> BlockStatus:
-        """What is known of the local tiers below the arenas."""
+        """Returns where the block is in the local tiers below the arenas."""
         for tier in self._mirrors:
             if self.has(tier, key):
                 return BlockStatus(Status.HIT, tier)
@@ -68,7 +68,7 @@ class BlockIndex:
             self.content_changes.note(tier, keys)
 
     def prepare(self, key: BlockKey) -> Entry[BlockKey] | None:
-        """A slot to write this block to; None when it has one already or all are in use."""
+        """Returns a slot to write this block to; None when it has one already or all are in use."""
         prepared = self.slots.prepare(key)
         if isinstance(prepared, WriteStatus):
             return None
@@ -78,35 +78,35 @@ class BlockIndex:
         return prepared.entry
 
     def commit(self, entry: Entry[BlockKey]) -> None:
-        """All ranks have written the block to its slot: it can be read from now on."""
+        """Makes a block readable that all ranks have written to its slot."""
         self.slots.commit(entry, nbytes=0)
         self.note(HOST, [entry.key])
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """A job has used these blocks. From the last to the first, so that tails are evicted before heads."""
+        """Notes that a job has used these blocks, the last one first, so that tails are evicted before heads."""
         for key in reversed(keys):
             self.slots.touch(key)
 
     def near_eviction(self, depth: int) -> list[BlockKey]:
-        """Ready blocks that the next `depth` new ones would evict. O(depth)."""
+        """Returns the ready blocks that the next `depth` new ones would evict. O(depth)."""
         at_risk = depth - self.slots.num_free
         return self.slots.coldest(at_risk) if at_risk > 0 else []
 
     def in_local_tier(self, tier: str) -> set[BlockKey]:
-        """Blocks that some rank has in this tier."""
+        """Returns the blocks that some rank has in this tier."""
         return {BlockKey(key) for mirror in self._mirrors[tier] for key in mirror}
 
     def num_blocks_of(self, tenant: TenantId, tier: str) -> int:
-        """How many blocks of the tenant the first rank has in a local tier."""
+        """Returns how many blocks of the tenant the first rank has in a local tier."""
         return self._num_blocks[tier][tenant]
 
     def begin_forgetting(self, tier: str) -> None:
-        """Nothing is found in this tier until as many `end_forgetting`."""
+        """Finds nothing in this tier until `end_forgetting` has been called as often."""
         self._forgetting[tier] += 1
         self._note_all(tier)
 
     def end_forgetting(self, tier: str) -> None:
-        """A `begin_forgetting` is over, and the mirrors know of it."""
+        """Ends a `begin_forgetting`, of which the mirrors know by now."""
         self._forgetting[tier] -= 1
         self._note_all(tier)
 

@@ -36,7 +36,7 @@ class InventoryLog:
                     changes[key[:TENANT_ID_BYTES] + key[_PREFIX_BYTES:]] = event.kind is EventKind.STORED
 
     def drain(self) -> list[Inventory]:
-        """The changes since the last call, one message per tier that has any."""
+        """Returns the changes since the last call, one message per tier that has any."""
         with self._lock:
             changes, self._changes = self._changes, {}
             cleared, self._cleared = self._cleared, set()

@@ -50,7 +50,7 @@ class DirectorySettings:
     tier_admissions: Mapping[str, Admission] = field(default_factory=dict)
     """Which blocks get to the local tier of this name at all. A tier that is not named gets all of them."""
     block_bytes: int = 0
-    """What admissions take a block for, in bytes, in all ranks together."""
+    """Bytes of a block in all ranks together, as admissions count it."""
     selective_uses: int = 2
     """The use at which `write_through_selective` copies a block. Computing it is the first."""
     write_back_blocks: int = 256
@@ -58,7 +58,7 @@ class DirectorySettings:
     Small forgets blocks in bursts, large writes some that are used again."""
 
     def batch_of(self, tier: str) -> int:
-        """Blocks per message that moves some between the device and this tier."""
+        """Returns the number of blocks per message that moves some between the device and this tier."""
         return max(self.batch_blocks, self.copy_batch_blocks) if tier == HOST else self.batch_blocks
 
 
@@ -81,11 +81,11 @@ class JobResult:
 
 
 def chunks(items: Sequence[_Item], size: int) -> Iterator[list[_Item]]:
-    """`items` in lists of at most `size`."""
+    """Yields `items` in lists of at most `size`."""
     for start in range(0, len(items), size):
         yield list(items[start : start + size])
 
 
 def columns(blocks: Sequence[Block], entries: Sequence[Entry[BlockKey]]) -> tuple[list[bytes], list[int], list[int]]:
-    """Keys, arena slots and device slots of blocks and their index entries, as messages want them."""
+    """Returns keys, arena slots and device slots of blocks and their index entries, as messages want them."""
     return [key for key, _ in blocks], [entry.slot for entry in entries], [device_slot for _, device_slot in blocks]

@@ -22,8 +22,8 @@ from kvtier.system.tracing import tracing
 from kvtier.tiers.host.entries import Entry
 
 _MANY_LOANS = 16
-"""A load of more loans has larger ones, up to twice as large: the bus is kept busy by a few, and each takes a
-millisecond of the interpreter."""
+"""A load that needs more loans gets larger ones, up to twice as large: a few loans keep the bus busy, and each takes
+a millisecond of the interpreter."""
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class Loads:
     def start(self, blocks: Sequence[Block], *, by_layer: bool = False) -> int:
         """Does the work of `Directory.start_load`."""
         deadline = self._clock() + self._settings.load_deadline_s
-        # What is in the arena first: pinned, before another block of this very job takes its slot.
+        # Blocks in the arena come first: they are pinned before another block of this very job takes their slot.
         queued = sorted(range(len(blocks)), key=lambda index: not self._index.has(HOST, blocks[index][0]))
         job = _Job(self._movers.new_id(), list(blocks), deadline, queued, [""] * len(blocks))
         self._jobs[job.job_id] = job
@@ -152,17 +152,17 @@ class Loads:
                 self._issue(job)
 
     def cancelled(self, rank: int, batch_id: int) -> None:
-        """A rank keeps off the batch's device slots, but not off its arena slots."""
+        """Notes that a rank keeps off the batch's device slots, but not off its arena slots."""
         batch = self._batches[batch_id]
         batch.cancelled = True
         self._leave_device(batch, rank)
 
     def queued(self, rank: int, batch_id: int) -> None:
-        """A rank has queued all copies of a load by layer, which leaves its device slots to the engine."""
+        """Notes that a rank has queued all copies of a load by layer, which leaves its device slots to the engine."""
         self._leave_device(self._batches[batch_id], rank)
 
     def loaded(self, rank: int, message: Loaded) -> None:
-        """A rank is done with the batch."""
+        """Notes that a rank is done with the batch."""
         batch = self._batches[message.batch_id]
         batch.ok = [before and bool(now) for before, now in zip(batch.ok, message.ok, strict=True)]
         batch.seconds = max(batch.seconds, message.seconds)
@@ -178,7 +178,7 @@ class Loads:
     def _issue(self, job: _Job) -> None:
         """Gives the movers as many of the job's blocks as have a slot. The rest waits for the next `advance`.
 
-        Not looked at before: a long job, in an arena that is much smaller, would cost every step its whole length.
+        Blocks behind the first one without a slot are not looked at: a long job would else cost every step its length.
         """
         by_source: dict[str, dict[int, Entry[BlockKey]]] = {}
         waiting: list[int] = []
@@ -210,7 +210,7 @@ class Loads:
         self._end_if_over(job)
 
     def _locate_previous(self, job: _Job, index: int) -> BlockStatus:
-        """Which tier has a block that none is known to have under its own key. The job remembers a previous key."""
+        """Returns which tier has a block that none is known to have under its own key; the job remembers its name."""
         job.names.pop(index, None)
         name = self._previous.of(job.blocks[index][0])
         if name is None:
@@ -219,8 +219,8 @@ class Loads:
         return self._index.locate_below(name)
 
     def _may_be_lent(self, job: _Job, index: int) -> bool:
-        """Whether the shared tier is asked to lend the block. What has another key there goes by way of the arena, from
-        which tiers get it under its own."""
+        """Whether the shared tier is asked to lend the block. A block with a previous key there goes by way of the
+        arena, from which tiers get it under its own key."""
         return self._settings.borrows and index not in job.not_leased and index not in job.names
 
     def _issue_by_layer(self, job: _Job) -> None:

@@ -18,7 +18,7 @@ from kvtier.tiers.base import Status, Tier
 _log = logging.getLogger(__name__)
 
 _NUM_THREADS = 2
-"""That ask the shared tier."""
+"""The number of threads that ask the shared tier."""
 
 
 class SharedLookups:
@@ -44,7 +44,7 @@ class SharedLookups:
         return self._tier.name
 
     def ask(self, keys: Sequence[BlockKey]) -> Future[list[Status]] | None:
-        """A status per key: HIT when every namespace has it. None when too many lookups are under way."""
+        """Asks for a status per key: HIT when every namespace has it. None when too many lookups are under way."""
         # Abandoned lookups of a hung tier count until its deadline ends them.
         self._asking = {future for future in self._asking if not future.done()}
         if len(self._asking) >= self._max_asking:
@@ -96,7 +96,7 @@ class _Lookup:
     question: _Question | None
     """What is being asked; None when there is nothing more to ask."""
     following: Iterator[_Question]
-    """What is to be asked then."""
+    """The questions that come after `question`."""
     deadline: float
 
 
@@ -116,7 +116,7 @@ class Lookups:
         """
         :param shared: closed with this.
         :param previous: told what was found under previous secrets.
-        :param deadline_s: after which what the shared tier was asked for counts as missing.
+        :param deadline_s: seconds after which what the shared tier was asked for counts as missing.
         """
         self._index, self._shared, self._previous, self._metrics = index, shared, previous, metrics
         self._deadline_s, self._clock = deadline_s, clock
@@ -133,7 +133,7 @@ class Lookups:
         self._open[ticket] = _Lookup(question.statuses, question, following, deadline)
 
     def poll(self, ticket: int) -> list[BlockStatus] | None:
-        """A status per key, in order, which ends the ticket; None while the shared tier is being asked."""
+        """Returns a status per key, in order, which ends the ticket; None while the shared tier is being asked."""
         lookup = self._open[ticket]
         while lookup.question is not None:
             if self._take_answers(lookup.question):
@@ -183,7 +183,7 @@ def _found(status: Status, tier: str) -> BlockStatus:
 
 
 def _weakest(statuses: tuple[Status, ...]) -> Status:
-    """What all ranks together have: one miss is a miss, else one pending is pending."""
+    """Returns the status for all ranks together: a miss if one misses it, else pending if it is pending in one."""
     if Status.MISS in statuses:
         return Status.MISS
     return Status.PENDING if Status.PENDING in statuses else Status.HIT

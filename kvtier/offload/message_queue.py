@@ -24,6 +24,6 @@ class MessageQueue:
         self._messages.append(message)
 
     def take(self) -> list[ToMover]:
-        """Once: what every mover has to be given, in order."""
+        """Removes and returns what every mover has to be given, in order."""
         messages, self._messages = self._messages, []
         return messages

@@ -39,7 +39,7 @@ class PendingWrites:
         self.at_once = [
             name for name, policy in policies.items() if policy is WritePolicy.WRITE_THROUGH and name not in self._gates
         ]
-        """Tiers that get a block in the same batch that copies it from the device; one that comes from another
+        """Tiers that get a block in the same batch that copies it from the device. A block that comes from another
         tier is due at once."""
         self._selective = [n for n, p in policies.items() if p is WritePolicy.WRITE_THROUGH_SELECTIVE]
         self._late: dict[str, dict[BlockKey, None]] = {
@@ -67,13 +67,13 @@ class PendingWrites:
         return sum(map(len, self._due.values()))
 
     def unpaid(self) -> list[tuple[str, int]]:
-        """Blocks that are owed to each tier, now or later."""
+        """Returns how many blocks are owed to each tier, now or later."""
         tiers = {**self._due, **{tier: {} for tier in self._late}}
         return [(tier, len(self._due[tier]) + len(self._late.get(tier, ()))) for tier in tiers]
 
     def entered(self, keys: Sequence[BlockKey], source: str) -> None:
-        """Host memory has the blocks of a request from now on; the tier `source` has them too, or the device when it is
-        empty, which gives them to `at_once` by itself."""
+        """Notes that host memory got the blocks of a request from the tier `source`, or from the device when that is
+        empty. The batch that copies them from the device gives them to `at_once` by itself."""
         for tier in self._policies:
             if tier == source:
                 continue
@@ -87,17 +87,17 @@ class PendingWrites:
                 self._owe(tier, wanted)
 
     def used(self, keys: Collection[BlockKey]) -> None:
-        """A request has used these blocks: offers tiers once more what they are kept out of."""
+        """Offers those of a request's blocks once more that a tier's admission has kept out."""
         for tier, kept_out in self._kept_out.items():
             self._owe(tier, [key for key in keys if key in kept_out])
 
     def used_enough(self, keys: Sequence[BlockKey]) -> None:
-        """The blocks, in host memory, had their n-th use just now."""
+        """Notes that these blocks, in host memory, had their n-th use just now."""
         for tier in self._selective:
             self._owe(tier, keys)
 
     def refused(self, tier: str, keys: Iterable[BlockKey]) -> None:
-        """These blocks, in host memory, were written to the tier, which did not take them."""
+        """Notes that the tier did not take these blocks, which are in host memory."""
         self._refused[tier].update(keys)
 
     def evicting(self, keys: Iterable[BlockKey]) -> None:
@@ -109,13 +109,13 @@ class PendingWrites:
                     self._due[tier][key] = None
 
     def settle_all(self) -> None:
-        """Everything that waits for its eviction is due now."""
+        """Makes everything due that waits for its eviction."""
         for blocks in self._late.values():
             self.evicting(list(blocks))
 
     def evicted(self, key: BlockKey) -> list[str]:
-        """Host memory has lost the block. Returns the tiers that had to get it and did not. Not those that write
-        through and were not given it: the block came from a tier that has it."""
+        """Notes that host memory has lost the block. Returns the tiers that had to get it and did not. Those that write
+        through and were not given it do not count: the block came from a tier that has it."""
         unpaid = {tier for debts in (self._due, self._late) for tier, blocks in debts.items() if key in blocks}
         lost = unpaid.difference(self.at_once).union(tier for tier, keys in self._refused.items() if key in keys)
         self._forget(key)

@@ -8,7 +8,7 @@ from kvtier.offload.speeds import Speeds
 from kvtier.tiers.base import Status
 
 _PATIENCE = 2.0
-"""How much longer than computing a block fetching it may take: others compute meanwhile."""
+"""How many times as long as computing a block fetching it may take, since others compute meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class FetchIfFaster:
 
 
 def leading_hits(statuses: Sequence[BlockStatus]) -> int:
-    """Length of the run of hits at the start."""
+    """Returns the length of the run of hits at the start."""
     for index, status in enumerate(statuses):
         if status.status is not Status.HIT:
             return index

@@ -34,10 +34,10 @@ class PrefixTokens:
             self.fetched.labels(tier)
 
     def note_lookup(self, num_asked: int, tiers: Sequence[str], num_wanted: int, tokens_per_block: int) -> None:
-        """A request knows what it will load.
+        """Counts what a request has asked for, and what it will load.
 
         :param num_asked: blocks that it asked for.
-        :param tiers: where each of the leading ones is that were found.
+        :param tiers: the tier of each leading block that was found.
         :param num_wanted: how many of these will be fetched.
         """
         self.requested.inc(num_asked * tokens_per_block)
@@ -46,7 +46,7 @@ class PrefixTokens:
         self.recomputed.labels("slower").inc(max(0, len(tiers) - num_wanted) * tokens_per_block)
 
     def note_load(self, tiers: Sequence[str], num_good: int, tokens_per_block: int) -> None:
-        """A load has ended.
+        """Counts what a load has brought, at its end.
 
         :param tiers: where each of its blocks was.
         :param num_good: how many of them, from the first one on, are there now and used.

@@ -56,12 +56,12 @@ class PreviousNames:
         """The names by the blocks' own keys; those that were found longest ago first."""
 
     def of(self, key: BlockKey) -> BlockKey | None:
-        """The key by which tiers have this block; None: its own, or its previous one may not be used any more."""
+        """Returns the previous key by which tiers have the block; None: there is none, or it may not be used now."""
         name = self._names.get(key)
         return None if name is None or name.hasher.is_retired else name.key
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """These blocks have their own keys now, or were not there. Unknown ones are ignored."""
+        """Forgets blocks that have their own keys now, or were not there. Unknown ones are ignored."""
         for key in keys:
             self._names.pop(key, None)
 

@@ -22,4 +22,4 @@ class Replica:
 
 
 ALONE = Replica(0, 1)
-"""Has its KV for itself."""
+"""A rank whose KV no other rank holds."""

@@ -95,7 +95,7 @@ class Saves:
         return job.job_id if entries else None
 
     def copied(self, rank: int, message: Copied) -> None:
-        """A rank has read the batch's device slots; with the last one, its blocks can be read from the arenas."""
+        """Notes that a rank has read the batch's device slots. The last one makes its blocks readable in the arenas."""
         batch = self._batches[message.batch_id]
         batch.ok = [before and bool(now) for before, now in zip(batch.ok, message.ok, strict=True)]
         batch.on_device.discard(rank)
@@ -107,7 +107,7 @@ class Saves:
         for index, entry, good in zip(batch.indexes, batch.entries, batch.ok, strict=True):
             if good:
                 job.ok.add(index)
-                # Readable from now on; pinned, because the tiers below are written from this slot.
+                # The block can be read from now on, and is pinned, because tiers below are written from its slot.
                 self._index.commit(entry)
                 self._index.slots.pin(entry.key)
                 if batch.forget:
@@ -119,7 +119,7 @@ class Saves:
             self._end(job)
 
     def stored(self, rank: int, batch_id: int) -> None:
-        """The tiers have what a rank had to write; the last one ends the batch."""
+        """Notes that the tiers have what a rank had to write. The last one ends the batch."""
         batch = self._batches[batch_id]
         batch.on_arena.discard(rank)
         if batch.on_arena:

@@ -50,7 +50,7 @@ class _Source:
 
 
 class Speeds:
-    """Scheduler thread only. Blocks are counted, not bytes: they are of one size."""
+    """Measures seconds per block, since blocks are of one size. Scheduler thread only."""
 
     def __init__(self, clock: Clock = MONOTONIC) -> None:
         self._clock = clock
@@ -58,14 +58,14 @@ class Speeds:
         self._computing = _Rate()
 
     def fetch_begins(self, tier: str, num_blocks: int) -> None:
-        """Blocks are asked for."""
+        """Notes that blocks are asked for."""
         self._source(tier).num_under_way += num_blocks
 
     def fetch_ends(self, tier: str, num_blocks: int, *, num_there: int, seconds: float) -> None:
         """Notes that blocks which were asked for are there, or will not come.
 
         :param num_there: how many of them are there. Where none is, the time says nothing.
-        :param seconds: that the mover took for them, not how long they waited for it.
+        :param seconds: the time that the mover took for them, without the time that they waited for it.
         """
         source = self._source(tier)
         source.num_under_way -= num_blocks
@@ -78,13 +78,13 @@ class Speeds:
             self._computing.note(num_blocks, seconds, self._clock())
 
     def fetching_s(self, tier: str) -> tuple[float, float] | None:
-        """Seconds for what is under way from a tier, and for each block more; None: not known."""
+        """Returns the seconds for what is under way from a tier, and for each block more; None: not known."""
         source = self._source(tier)
         rate = source.rate.seconds_per_block(self._clock())
         return None if rate is None else (source.num_under_way * rate, rate)
 
     def computing_s(self) -> float | None:
-        """Seconds per block; None: not known."""
+        """Returns the seconds per block; None: not known."""
         return self._computing.seconds_per_block(self._clock())
 
     def _source(self, tier: str) -> _Source:

@@ -17,7 +17,7 @@ class _Batch:
     """What the movers were given. Over when `on_arena` is empty."""
 
     entries: list[Entry[BlockKey]]
-    """Pinned."""
+    """Index entries of the blocks, which are pinned."""
     on_arena: set[int]
     """Ranks that may still read the arena slots."""
 
@@ -39,7 +39,7 @@ class Stores:
         return batch_id in self._batches
 
     def moving(self) -> set[BlockKey]:
-        """Blocks under way."""
+        """Returns the blocks under way."""
         return {entry.key for batch in self._batches.values() for entry in batch.entries}
 
     def issue(self, most: int) -> None:
@@ -53,7 +53,7 @@ class Stores:
                 self._start(tier, chunk)
 
     def stored(self, rank: int, batch_id: int) -> None:
-        """The tier has what a rank had to write; the last one ends the batch."""
+        """Notes that the tier has what a rank had to write. The last one ends the batch."""
         batch = self._batches[batch_id]
         batch.on_arena.discard(rank)
         if batch.on_arena:

@@ -1,4 +1,4 @@
-"""Blocks that memory does not have and a tier below does."""
+"""Reads of blocks that memory does not have and a tier below does."""
 
 import contextlib
 import threading
@@ -36,16 +36,16 @@ class Block:
 
 
 def block_of(key: StoreKey, lease: ReadPin, source: str) -> Block:
-    """The block under a lease. Costs no look at the payload."""
+    """Returns the block under a lease, without a look at its payload."""
     return Block(header_from_checksum(key, len(lease.view), lease.checksum), lease.view, lease, source)
 
 
 class ColdReads:
     """Reads blocks from one tier into slots of the memory tier, each block once, however many ask for it.
 
-    Where memory has no slot to spare, a block is served from a buffer of its own, as long as there may be one: else it
-    is a miss. Any thread; blocks on the tier. Two calls never wait for each other: each finishes its own blocks before
-    it waits.
+    Where memory has no slot to spare, a block is served from a buffer of its own, and is a miss where there may be no
+    more buffers. Any thread; waits for the tier. Two calls never wait for each other: each finishes its own blocks
+    before it waits.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ColdReads:
         statuses = self._tier.lookup(keys)
         wanted = dict.fromkeys(key for key, status in zip(keys, statuses, strict=True) if status is Status.HIT)
         if isinstance(disk := self._tier.tier, DiskTier):
-            # No memory for a length that a client has only claimed, nor blocks evicted for it.
+            # A length that a client has only claimed takes no memory and evicts no blocks.
             lengths = disk.payload_bytes(list(wanted))
             wanted = dict.fromkeys(key for key, length in zip(wanted, lengths, strict=True) if length == nbytes)
         done = threading.Event()
@@ -139,8 +139,8 @@ class ColdReads:
     def _let_go(self, slots: Sequence[WriteSlot], private: Sequence[PrivateBuffer], lent: LentMemory) -> None:
         """Gives back the slots and buffers of what could not be read.
 
-        Slots that a tier which hangs may still fill serve nobody before it answers. Their keys are free at once, or
-        such a block could neither be found nor be written for as long.
+        Slots that a hung tier may still fill serve nobody before the tier answers. Their keys are free at once, since
+        otherwise the blocks could neither be found nor be written until then.
         """
         with contextlib.suppress(ClosedError):
             if lent.is_in_use and slots:
@@ -157,7 +157,7 @@ class ColdReads:
                 self._memory.abort(slot)
 
     def _admit(self, checksums: dict[WriteSlot, int], found: dict[StoreKey, Block]) -> None:
-        """Makes readable what was just read, and adds it; not what is discarded or evicted again in the same moment."""
+        """Makes readable what was just read, and adds it unless it was discarded or evicted in the same moment."""
         self._memory.commit_all(checksums)
         keys = [slot.key for slot in checksums]
         leases = zip(keys, self._memory.acquire(keys), strict=True)

@@ -10,7 +10,7 @@ _TURN_BYTES = 1 << 20
 """What a tenant may write in one turn. Smaller: batches for the tier are made of many tenants' blocks, few of each.
 Larger: a tenant waits longer for its turn."""
 _LEAST_BYTES = _TURN_BYTES // 16
-"""What a block counts at least: the smallest one takes the tier time, and a turn of them would have no end."""
+"""The least that a block counts: the smallest one takes the tier time, and a turn of such blocks would not end."""
 
 
 class FairQueue:
@@ -18,7 +18,7 @@ class FairQueue:
 
     In each round a tenant writes about `_TURN_BYTES`, or saves them up for a block that is larger, its oldest blocks
     first. So whoever has little to write waits for a turn of each other tenant, whatever those have waiting. A tenant
-    that is alone is served as by a simple queue. What a turn leaves is lost when nothing waits any more.
+    that is alone is served as by a simple queue. What is left of its turn is lost when nothing of its waits any more.
 
     Guarded by its owner's lock. Every method is O(keys it names) but for `take`, where a block of many turns costs as
     many looks at each tenant's line.

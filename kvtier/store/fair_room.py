@@ -40,7 +40,7 @@ class FairRoom:
         return self._taken[tenant] + nbytes <= self._room_bytes - (self.taken_bytes + nbytes)
 
     def add(self, tenant: TenantId, nbytes: int) -> None:
-        """The tenant has so many bytes more, or fewer. Without regard to bounds."""
+        """Counts so many bytes more, or fewer, of the tenant, without regard to bounds."""
         self.taken_bytes += nbytes
         self._taken[tenant] += nbytes
         if not self._taken[tenant]:

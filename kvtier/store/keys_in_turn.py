@@ -16,7 +16,7 @@ class KeysInTurn:
         self._lines: OrderedDict[TenantId, OrderedDict[StoreKey, None]] = OrderedDict()
         """The keys by tenant; whoever was served last is last. None is without a key."""
         self._keys: set[StoreKey] = set()
-        """All of them."""
+        """The keys of all tenants."""
 
     def __len__(self) -> int:
         return len(self._keys)

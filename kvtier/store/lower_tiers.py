@@ -28,7 +28,7 @@ _PRIVATE_SHARE = 16
 much. A larger number makes misses while memory waits for a slow disk; a smaller one takes memory that nobody has
 configured."""
 _LEAST_PRIVATE_BYTES = 8 << 20
-"""A tenant may take so much of however small a memory: all blocks of one piece of a large answer are held at a time."""
+"""What a tenant may take however small memory is: all blocks of one piece of a large answer are held at a time."""
 
 _REMOVAL_S = 2.0
 """How long a purge waits for files that another thread removes. Then they cannot be removed, or the disk hangs."""
@@ -42,7 +42,7 @@ class LowerTier:
     tier: Tier
     settings: WriteBehindSettings
     admission: Admission | None = None
-    """Which blocks get there at all; None: all of them. One that does not is kept by nobody, though acknowledged."""
+    """Which blocks get there at all; None: all of them. No tier keeps a block that does not, though acknowledged."""
     set_caps: Callable[[Mapping[TenantId, int]], None] | None = None
     """Says how many bytes tenants may have there, all others being without a cap; None: such caps do not exist."""
 
@@ -57,7 +57,7 @@ class LowerTier:
 
 
 class LowerTiers:
-    """The tiers below memory, from the fastest to the slowest, or none at all. Any thread, without a lock of
+    """The tiers below memory, from the fastest to the slowest, or none at all. Any thread that holds no lock of
     memory's."""
 
     def __init__(
@@ -97,8 +97,8 @@ class LowerTiers:
             set_caps(caps)
 
     def purge(self, tenant: TenantId, deadline: float) -> tuple[dict[str, int], list[str]]:
-        """Removes all blocks of a tenant that are here. How many each tier had (a Redis says how many values), and what
-        could not be done, in words. Raises nothing. What memory has, or is about to get, may come down again."""
+        """Removes all blocks of a tenant from these tiers. Returns how many each tier had (of a Redis, values), and in
+        words what could not be done. Raises nothing. What memory has, or is about to get, may come down again."""
         removed, problems = dict[str, int](), list[str]()
         for tier in self.tiers:
             if isinstance(tier, DiskTier):
@@ -115,21 +115,21 @@ class LowerTiers:
         return removed, problems
 
     def problem(self) -> str | None:
-        """What keeps blocks from getting here, None when nothing does."""
+        """Says what keeps blocks from getting here, None when nothing does."""
         gone = [tier.name for tier, way in zip(self.tiers, self._ways, strict=True) if not way.alive]
         return f"a thread that writes to {gone[0]} is gone" if gone else None
 
     def degraded(self) -> list[str]:
-        """Which tiers do less than they should because of their media, and why. Blocks are kept without them."""
+        """Says which tiers do less than they should because of their media, and why. Blocks are kept without them."""
         disks = [tier for tier in self.tiers if isinstance(tier, DiskTier)]
         return [f"{disk.name} is {disk.state.value}: {problem}" for disk in disks if (problem := disk.problem())]
 
     def look_up(self, keys: Sequence[StoreKey], statuses: list[Status]) -> dict[str, int]:
-        """Changes the statuses, which are memory's, of keys that are no HIT there and are one here; how many those are,
-        by tier."""
+        """Makes a HIT of each of memory's `statuses` that is none and whose key is in a tier here. Returns how many
+        those are, by tier."""
         found: dict[str, int] = {}
         for tier in self._calls:
-            # Pending too: a block on its way up from a tier below can be read there, and from here after it.
+            # Those that are pending, too: a block on its way up can still be read from the tier that it comes from.
             missing = [i for i, status in enumerate(statuses) if status is not Status.HIT]
             if not missing:
                 break
@@ -157,16 +157,16 @@ class LowerTiers:
         return self._buffers.taken_by(tenant)
 
     def is_behind(self, tenant: TenantId) -> bool:
-        """Too much of this tenant waits for a tier that keeps what is acknowledged: take no new block of it."""
+        """Whether no new block of this tenant may be taken: see `WriteBehind.is_behind`."""
         return any(way.is_behind(tenant) for way in self._ways)
 
     def make_room(self) -> bool:
-        """Memory would refuse a write: lets go of some of what may wait no longer. True when it did."""
+        """Lets go of some blocks that wait, as memory would else refuse a write. Returns whether there were any."""
         made_room = [way.make_room() for way in self._ways]
         return any(made_room)
 
     def used(self, keys: Collection[StoreKey], run_blocks: int = 0) -> None:
-        """These blocks were read from memory. Never waits.
+        """Notes that these blocks were read from memory. Never waits.
 
         :param run_blocks: how many blocks the request names, if it is more than these.
         """
@@ -174,7 +174,7 @@ class LowerTiers:
             way.used(keys, max(run_blocks, len(keys)))
 
     def entered(self, keys: Sequence[StoreKey], source: Tier | None = None, run_blocks: int = 0) -> list[bool]:
-        """Memory got blocks: from a client, or from the tier `source`. Which of them may be acknowledged.
+        """Notes that memory got blocks from a client, or from the tier `source`. Says which may be acknowledged.
 
         :param run_blocks: as in `used`.
         """
@@ -188,13 +188,13 @@ class LowerTiers:
         return kept
 
     def removed(self, keys: Sequence[StoreKey]) -> None:
-        """Memory gave up these blocks."""
+        """Notes that memory gave up these blocks."""
         for way in self._ways:
             way.note_removed(keys)
 
     @contextmanager
     def without(self, keys: Sequence[StoreKey]) -> Iterator[None]:
-        """Inside, none of these blocks is here or on its way here. Memory discards them there. May wait for a write.
+        """Keeps these blocks out of all tiers here while the caller discards them in memory. May wait for a write.
 
         From below to above, so that no copy on its way down or up outlives a discard: the queues first, then the tiers,
         then memory, which also refuses what a cold read is about to commit.

@@ -16,7 +16,7 @@ class PrivateBuffer:
         self._tenant = tenant
 
     def release(self) -> None:
-        """The bytes count no more. Idempotent; one thread at a time. Whoever has the view must not use it any more."""
+        """Stops counting the bytes. Idempotent; one thread at a time. Whoever has the view must not use it any more."""
         owner, self._owner = self._owner, None
         if owner is not None:
             owner._give_back(self._tenant, len(self.view))

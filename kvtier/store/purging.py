@@ -36,7 +36,7 @@ def purge(memory: HostTier, below: LowerTiers, tenant: TenantId, deadline: float
     somebody reads go when they have been read. Whole pages of buffers that this process has freed go back to
     the system; what is on the same page as something in use stays until it is written over.
 
-    :param deadline: monotonic.
+    :param deadline: on the clock `MONOTONIC`.
     """
     report = PurgeReport({memory.name: 0})
     for _ in range(_MOST_ROUNDS):
@@ -59,14 +59,14 @@ def purge(memory: HostTier, below: LowerTiers, tenant: TenantId, deadline: float
 
 
 def _left_bytes(memory: HostTier, below: LowerTiers, tenant: TenantId, deadline: float) -> int:
-    """What the tenant has of memory and beside it when readers and writers have ended, or at the deadline."""
+    """Returns what the tenant has of memory and beside it once readers and writers have ended, or at the deadline."""
     while (left_bytes := memory.retire_tenant(tenant) + below.private_bytes(tenant)) and MONOTONIC() < deadline:
         time.sleep(_PAUSE_S)
     return left_bytes
 
 
 def _sweep(memory: HostTier, below: LowerTiers, tenant: TenantId) -> int:
-    """Discards all that memory has, also on its way down; how many blocks there were."""
+    """Discards all that memory has, also on its way down. Returns how many blocks there were."""
     num_found = 0
     waiting: list[StoreKey] = []
     for found in memory.keys_of(tenant):

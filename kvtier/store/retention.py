@@ -22,7 +22,7 @@ _TICK_S = 0.25
 _BATCH = 1024
 """Blocks pinned at once: others wait for the memory tier meanwhile."""
 _SPARE_ENDS = 64
-"""Ends of pins that are over already, which may be remembered beside as many as there are pins."""
+"""How many ends of pins that are over may be remembered, beside as many as there are pins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class RetentionLimits:
     most_blocks: int = 1 << 17
     """Pins in all. Bounds what they take themselves, half a KiB each."""
     several_tenants: bool = True
-    """None of them may have more than half of the two."""
+    """Whether there are several tenants: then none of them may have more than half of the bytes, or of the blocks."""
 
 
 @dataclass(slots=True)
@@ -65,10 +65,10 @@ class _Held:
 class Retention:
     """Which blocks stay in memory, and until when: at most one pin per block, whichever client of its tenant asked.
 
-    A pin ends by its time, by `unpin`, with its block's discard, and with the process. What counts is the memory of
-    whole slabs, since one with a single pin can be dropped for nobody, and the number of blocks. Where there are
-    several tenants, each may have half of that at most: one alone cannot keep all others from pinning, and needs no
-    share of what they do not use to be set aside for them.
+    A pin ends by its time, by `unpin`, with its block's discard, and with the process. Bounds are on the number of
+    blocks and on the memory of whole slabs, since a slab with a single pin can be dropped for nobody. Where there are
+    several tenants, each may have half of that at most: one alone cannot keep all others from pinning, and nothing is
+    set aside for tenants that pin nothing.
 
     Any thread. The memory tier is called without the lock.
     """
@@ -80,7 +80,7 @@ class Retention:
         self._memory = memory
         self._limits = limits
         self.several_tenants = limits.several_tenants
-        """Whether none of them may have more than half. May be changed at any time, by one thread."""
+        """What `RetentionLimits.several_tenants` says. May be changed at any time, by one thread."""
         self._num_asked = {status: metrics.pins.labels(status.name.lower()) for status in PinStatus}
         self._clock = clock
         self._lock = threading.Lock()
@@ -106,7 +106,7 @@ class Retention:
 
     @property
     def alive(self) -> bool:
-        """Pins end in time."""
+        """Whether pins end in time."""
         return not self.max_s or self._thread.alive
 
     @property
@@ -115,7 +115,7 @@ class Retention:
         return self._limits.max_s if self._limits.most_bytes else 0.0
 
     def pin(self, tenant: TenantId, keys: Sequence[StoreKey], ttl_s: float) -> list[PinStatus]:
-        """A status per key. All keys are the tenant's. A use of the blocks; the first ones get what room there is."""
+        """Pins blocks of the tenant, which uses them; a status per key. The first ones get what room there is."""
         self.end_due()
         until_s = self._clock() + min(ttl_s, self.max_s)
         statuses: list[PinStatus] = []
@@ -192,7 +192,7 @@ class Retention:
             for pin in pins:
                 statuses.append(PinStatus.MISS if pin is None else self._keep(tenant, pin, until_s, over))
         self._memory.unpin(over)
-        # What was discarded between the two: `forget` came too early for it.
+        # For blocks that were discarded before they were in `_kept`, `forget` came too early.
         gone = self.forget([key for key, status in zip(keys, statuses, strict=True) if status is PinStatus.PINNED])
         return [PinStatus.MISS if key in gone else status for key, status in zip(keys, statuses, strict=True)]
 
@@ -249,7 +249,7 @@ class Retention:
             del self._of_tenant[tenant]
 
     def _look(self) -> bool:
-        """Ends what is due, on the thread for it; whether there are more pins."""
+        """Ends what is due, on the thread for it. Returns whether there are more pins."""
         if num_ended := self.end_due():
             _log.debug("%d pins are over", num_ended)
         return bool(self._kept)

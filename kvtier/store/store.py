@@ -111,7 +111,7 @@ class Store:
         self._below.start()
 
     def lookup(self, keys: Sequence[StoreKey], *, counts: bool = True) -> list[Status]:
-        """A status per key, in order. Not a use.
+        """Returns a status per key, in order, which is not a use of the blocks.
 
         :param counts: whether it counts for the hit rate.
         """
@@ -159,7 +159,7 @@ class Store:
     def begin_write(
         self, tenant: TenantId, key: StoreKey, nbytes: int, writer: int = OWN_PROCESS
     ) -> WriteSlot | WriteStatus:
-        """Room for a payload; a slot ends in `commit_all`, `commit_write` or `abort_write`.
+        """Finds room for a payload. A slot ends in `commit_all`, `commit_write` or `abort_write`.
 
         FAILED when the key names another tenant than the one who sends it, and for a payload of no bytes: no reader
         asks for one, and under its key it would keep out the block that readers ask for.
@@ -174,7 +174,7 @@ class Store:
         return outcome
 
     def commit_write(self, slot: WriteSlot, header: Header) -> WriteStatus:
-        """Holds the payload in `slot` against its header, then `commit_all`. FAILED when the checksum does not hold."""
+        """Verifies the payload in `slot` by its header, then commits it as `commit_all` does. FAILED when it is bad."""
         try:
             verify(header, slot.key, slot.view)
         except CorruptBlockError:
@@ -186,9 +186,9 @@ class Store:
     ) -> list[WriteStatus]:
         """Makes blocks readable, last to first, so that a batch's head is what was used last: STORED.
 
-        Nothing is looked at: payloads were held against their checksums as they came, or a client has written them to
-        shared memory. Every reader holds them against the checksum again. THROTTLED what was evicted again in the
-        same moment, before a tier that should keep it could have it.
+        Payloads are not verified here: they were as they came, or a client has written them to shared memory, and every
+        reader verifies them again. A block is THROTTLED if it was evicted again in the same moment, before a tier that
+        should keep it could have it.
 
         :param run_blocks: as in `read`.
         """
@@ -202,7 +202,7 @@ class Store:
         return [WriteStatus.STORED if is_kept else WriteStatus.THROTTLED for is_kept in kept]
 
     def abort_write(self, slot: WriteSlot) -> WriteStatus:
-        """Gives the slot back: the block did not arrive. FAILED."""
+        """Gives back the slot of a block that did not arrive. Returns FAILED."""
         self._memory.abort(slot)
         self._count_written(WriteStatus.FAILED, 0)
         return WriteStatus.FAILED
@@ -215,7 +215,7 @@ class Store:
     def set_shares(self, memory: Mapping[TenantId, Share], disk: Mapping[TenantId, Share]) -> None:
         """What tenants are owed of memory and of the disk, if there is one, from now on; all others have equal shares.
 
-        `InvalidInputError`, and that tier's shares are as they were: more is guaranteed than there is.
+        Raises `InvalidInputError`, and leaves that tier's shares as they were, where more is guaranteed than there is.
         """
         self._memory.set_shares(memory)
         for tier in self._below.tiers:
@@ -244,7 +244,7 @@ class Store:
         return held
 
     def release_places(self, held: PinnedSlots) -> None:
-        """Idempotent."""
+        """Lets go of what `acquire_places` holds. Idempotent."""
         self._memory.release_places(held)
 
     def open_slab(self, tenant: TenantId, number: int, writer: int) -> SharedSlab | None:
@@ -263,8 +263,8 @@ class Store:
     def pin(self, tenant: TenantId, keys: Sequence[StoreKey], ttl_s: float) -> list[PinStatus]:
         """Keeps blocks in memory for `ttl_s` seconds, at most `max_pin_s`; a status per key.
 
-        Pinned again, a block stays until the later of both ends. Only what is in memory is pinned: how long a block
-        is that is only below, its key does not say. Never waits for a tier below. See `Retention` for the bounds.
+        A block that is pinned again stays until the later of both ends. Only blocks in memory are pinned, because a key
+        does not say how large its block is. Never waits for a tier below. See `Retention` for the bounds.
         """
         return self.pins.pin(tenant, keys, ttl_s)
 
@@ -333,7 +333,7 @@ class Store:
         self.pins.close()
 
     def _look_up(self, keys: Sequence[StoreKey]) -> tuple[list[Status], dict[str, int]]:
-        """A status per key, and how many each tier has of those that none above it has."""
+        """Returns a status per key, and how many each tier has of those that none above it has."""
         with tracing.span("lookup memory", tier="memory", blocks=len(keys)) as span:
             statuses = self._memory.lookup(keys)
             if span is not None:
@@ -342,7 +342,7 @@ class Store:
         return statuses, found | self._below.look_up(keys, statuses)
 
     def _record(self, kind: Kind, keys: Sequence[StoreKey], nbytes: int = 0) -> None:
-        """Blocks of one tenant, as all verbs take them."""
+        """Tells the recorder, if there is one, of blocks of one tenant."""
         recorder = self.recorder
         if recorder is not None and keys:
             recorder.record(kind, tenant_of(keys[0]), keys, nbytes)
@@ -358,7 +358,7 @@ class Store:
         return [tier for tier in (self._memory, *self._below.tiers) if isinstance(tier, (HostTier, DiskTier))]
 
     def _prepare(self, key: StoreKey, nbytes: int, writer: int) -> WriteSlot | WriteStatus:
-        """Room in memory for a block that may be acknowledged when it is there."""
+        """Finds room in memory for a block that may be acknowledged when it is there."""
         if self._below.is_behind(tenant_of(key)) and self._memory.lookup([key]) == [Status.MISS]:
             return WriteStatus.THROTTLED
         outcome = self._memory.prepare(key, nbytes, writer=writer)
@@ -367,7 +367,7 @@ class Store:
         return outcome
 
     def _count_unwritten(self, tenant: TenantId, status: WriteStatus, num_blocks: int = 1) -> None:
-        """Blocks of one tenant that got this answer and are not stored by this write."""
+        """Counts blocks of one tenant that got this answer and are not stored by this write."""
         self._count_written(status, 0, num_blocks)
         if status is WriteStatus.FULL:
             self.counts.count(tenant, num_full=num_blocks)

@@ -12,7 +12,7 @@ _MOST_TENANTS = 65_536
 
 @dataclass(slots=True)
 class Counts:
-    """Blocks, since the start."""
+    """Numbers of blocks since the start."""
 
     num_hits: int = 0
     num_misses: int = 0
@@ -21,7 +21,7 @@ class Counts:
     num_throttled: int = 0
     """Blocks that were not written, because a tier below that keeps what is acknowledged is behind."""
     num_evicted: int = 0
-    """Evicted from memory; tiers below may have them."""
+    """Blocks that memory has evicted; tiers below may have them."""
 
     def add(self, other: "Counts") -> None:
         """Adds the other's figures to these."""
@@ -55,7 +55,7 @@ class TenantCounts:
             counts.num_throttled += num_throttled
 
     def of(self, tenant: TenantId | None) -> Counts:
-        """One tenant's figures, or those of all together. O(tenants) for all."""
+        """Returns one tenant's figures, or those of all together. O(tenants) for all."""
         summed = Counts(num_evicted=self._num_evicted_of(tenant))
         with self._lock:
             for each in self._counts.values() if tenant is None else [self._counts.get(tenant, Counts())]:

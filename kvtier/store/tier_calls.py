@@ -12,7 +12,7 @@ from kvtier.tiers.disk.tier import DiskTier
 
 
 class TierCalls:
-    """Any thread; raises and blocks as the tier does."""
+    """Calls one tier. Any thread; raises and blocks as the tier does."""
 
     def __init__(self, tier: Tier, metrics: Metrics) -> None:
         """:param tier: stays the caller's."""
@@ -22,7 +22,7 @@ class TierCalls:
 
     @property
     def name(self) -> str:
-        """The tier's."""
+        """The tier's name."""
         return self.tier.name
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:

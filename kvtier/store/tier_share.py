@@ -23,7 +23,7 @@ class TierShare:
 
     @classmethod
     def of(cls, tier: HostTier | DiskTier, tenant: TenantId) -> "TierShare":
-        """Asks the tier."""
+        """Asks the tier what the tenant has of it."""
         own, total = tier.usage_of(tenant), tier.usage()
         taken_bytes = total.used_bytes if isinstance(tier, DiskTier) else tier.taken_bytes()
         percent = min(100, 100 * taken_bytes // total.capacity_bytes)

@@ -31,10 +31,10 @@ class WriteBehindSettings:
     selective_uses: int = 2
     """The use at which `write_through_selective` writes a block. Writing it to the pool is the first."""
     queue_bytes: int
-    """Payload bytes pinned, queued and being written, of a tenant that is alone, from which on a tier that keeps what
-    is acknowledged is behind; at most, for another. All tenants together have twice as much at most, and each may have
-    as much as is free (`FairRoom`). Too small: writers are refused, or bursts kept in memory only. Too large: memory
-    has room for little else while the tier catches up."""
+    """Payload bytes that a tenant which is alone may have pinned, queued and being written. A tier that keeps what is
+    acknowledged is behind from there on; any other gets no more than that. All tenants together have twice as much at
+    most, and each may have as much as is free (`FairRoom`). Too small: writers are refused, or bursts kept in memory
+    only. Too large: memory has room for little else while the tier catches up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class DrainReport:
 
     tier: str
     num_written: int
-    """Waited when the drain began, there now."""
+    """Blocks that waited when the drain began and are there now."""
     num_abandoned: int
-    """Waited, and there was no time left; those being written at this moment may still get there."""
+    """Blocks for which there was no time left; those being written at this moment may still get there."""
     num_memory_only: int
     """The number of blocks in memory alone, because the tier refused them or the queue was full when they came."""
 
@@ -60,11 +60,10 @@ class WriteBehind:
     room and are served in turns, so a tenant waits for what it has queued itself and for a turn of each other one, and
     never for all that another one has queued (docs/adr/0031-fair-scheduling.md).
 
-    A block that finds no place in the queue, or that the tier does not take, stays in memory only; it is tried again
-    while the writers are idle, in one batch of eight when they never are, when the tier has taken others, every few
-    seconds, and at the end. So a tier that takes
-    nothing, a broken disk too, holds nobody up: the pool is one in memory until it is back. A block that memory gives
-    up before the tier has it is counted as `evicted_unwritten`: nobody waits.
+    A block that finds no place in the queue, or that the tier does not take, stays in memory only. It is tried again
+    while the writers are idle (in one batch of eight if they never are), after the tier has taken others, every few
+    seconds, and at the end. So a tier that takes nothing, such as a broken disk, holds nobody up. A block that memory
+    gives up before the tier has it is counted as `evicted_unwritten`: nobody waits.
 
     Where the tier has an admission, a block that is to get on its way is offered first. One that is declined stays in
     memory only and is owed to nobody; it is offered again at each further use. Any thread may call anything.
@@ -102,21 +101,21 @@ class WriteBehind:
 
     @property
     def alive(self) -> bool:
-        """All writers run."""
+        """Whether all writers run."""
         return self._writers.alive
 
     def is_behind(self, tenant: TenantId) -> bool:
-        """Too much of this tenant waits for a tier that keeps what is acknowledged: take no new block of it. Never of
-        another tier, and not for one that would not take the block either."""
+        """Whether no new block of this tenant may be taken: too much of it waits for a tier that keeps what is
+        acknowledged. False for any other tier, and for one that would not take the block."""
         if not self._settings.keeps_acknowledged:
             return False
         with self._waiting.changed:
             return self._waiting.takes_of(tenant) and self._waiting.is_full_for(tenant)
 
     def entered(self, keys: Sequence[StoreKey], *, acknowledged: bool, run_blocks: int) -> list[bool]:
-        """Memory has these blocks from now on, and did not get them from this tier. A use. Never waits.
+        """Notes that memory got these blocks, not from this tier, which is a use of them. Never waits.
 
-        False for a block that memory has lost again before it could be pinned: it must not be acknowledged.
+        Returns False for a block that memory has lost before it could be pinned: it must not be acknowledged.
 
         :param acknowledged: they come from a writer, not from another tier.
         :param run_blocks: how many blocks of one request come together.
@@ -136,14 +135,14 @@ class WriteBehind:
         return held if promised else [True] * len(keys)
 
     def admitted(self) -> None:
-        """Memory got a block that this tier has: others may be nearer to their eviction now. Never waits."""
+        """Notes that memory got a block from this tier, by which others came nearer to eviction. Never waits."""
         if self._write_back:
             with self._waiting.changed:
                 self._waiting.entered = True
                 self._waiting.changed.notify()
 
     def used(self, keys: Collection[StoreKey], run_blocks: int) -> None:
-        """These blocks were read from memory, so many of one request together. Never waits."""
+        """Notes that these blocks were read from memory, so many of one request together. Never waits."""
         if self._gate is None and not self._selective:
             return  # before the lock, which whoever reads would wait for
         due: list[StoreKey] = []
@@ -156,8 +155,8 @@ class WriteBehind:
             (self._owe if self._write_back else self._queue)(due, run_blocks)
 
     def make_room(self) -> bool:
-        """Memory would refuse a write: lets go of what is queued for a tier that keeps nothing, of the tenant that has
-        most waiting. True when it did."""
+        """Lets go of what the tenant with most waiting has queued for a tier that keeps nothing, as memory would else
+        refuse a write. Returns whether there was any."""
         if self._settings.keeps_acknowledged:
             return False
         with self._waiting.changed:
@@ -168,7 +167,7 @@ class WriteBehind:
 
     @contextmanager
     def without(self, keys: Iterable[StoreKey]) -> Iterator[None]:
-        """Inside, none of these blocks is on its way. Waits for those being written at this moment."""
+        """Keeps these blocks from getting on their way. Waits for those being written at this moment."""
         wanted = set(keys)
         with self._waiting.changed:
             leases = self._waiting.bar(wanted)
@@ -184,9 +183,9 @@ class WriteBehind:
                 self._waiting.unbar(wanted)
 
     def note_removed(self, keys: Sequence[StoreKey]) -> None:
-        """Memory gave up these blocks: counts those that the tier should have had.
+        """Counts those blocks that memory gave up although the tier should have had them.
 
-        Told late, it may have some of them again by now: those are not lost.
+        Blocks that memory has again by now are not lost.
         """
         with self._waiting.changed:
             self._forget_gone(self._waiting.declined(keys))
@@ -268,14 +267,14 @@ class WriteBehind:
         return promised or self._waiting.has_room(key, nbytes)
 
     def _take_back_discarded(self, queued: Sequence[StoreKey]) -> None:
-        """What was discarded between its lease and the queue, the tier must not get back."""
+        """Takes from the tier what was discarded between its lease and the queue."""
         statuses = self._memory.lookup(queued) if queued else []
         if gone := [key for key, status in zip(queued, statuses, strict=True) if status is Status.MISS]:
             with self.without(gone):
                 self._tier.discard(gone)
 
     def _declined(self, keys: Sequence[StoreKey], leases: Sequence[ReadPin | None], run_blocks: int) -> set[StoreKey]:
-        """Offers the tier what it lacks of these blocks; which of them it is not to get."""
+        """Offers the tier those of the blocks that it lacks. Returns those that it is not to get."""
         if self._gate is None:
             return set()
         blocks = [(key, len(lease.view)) for key, lease in zip(keys, leases, strict=True) if lease is not None]

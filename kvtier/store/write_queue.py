@@ -13,8 +13,6 @@ from kvtier.tiers.host.pins import ReadPin
 
 TAKEN = (WriteStatus.STORED, WriteStatus.EXISTS)
 """What a tier says of a block that it has from then on."""
-
-
 _BATCHES_BETWEEN = 7
 """Batches of what is queued or owed before one of what was put off, while there is always more. Fewer: a tier spends
 more of its time on blocks that nobody was promised. More: those stay in memory only for longer."""
@@ -36,15 +34,15 @@ class WriteQueue:
         self.changed = threading.Condition()
         """Guards all fields. Notified by those who change what somebody may wait for."""
         self.works = True
-        """The tier took some of what it was last given."""
+        """Whether the tier took some of what it was last given."""
         self._fails = False
-        """The tier took nothing of what it was last given, and not for want of room."""
+        """Whether the tier took nothing of what it was last given, and not for want of room."""
         self._without_room: set[TenantId] = set()
         """Tenants for whose blocks the tier had no room the last time: they are at their caps, or it is full."""
         self.closing = False
-        """What waits is written now, whatever the policy, and nothing more gets on its way."""
+        """Whether what waits is written now, whatever the policy, and nothing more gets on its way."""
         self.entered = False
-        """Memory has got a block since a writer last looked at the cold end."""
+        """Whether memory has got a block since a writer last looked at the cold end."""
         self.num_written = 0
         self._on_pinned = on_pinned
         self._queued = FairQueue()
@@ -116,7 +114,7 @@ class WriteQueue:
         return not self._fails and tenant not in self._without_room
 
     def expect_success(self) -> None:
-        """The tier is given another chance."""
+        """Gives the tier another chance."""
         self.works, self._fails = True, False
 
     def note_answers(self, answers: Mapping[StoreKey, WriteStatus]) -> None:
@@ -185,12 +183,12 @@ class WriteQueue:
         return self._hand_over(self._put_off.take(most))
 
     def pin(self, batch: dict[StoreKey, ReadPin | None]) -> None:
-        """What `take_owed` or `take_put_off` gave has these leases; None: memory has it no more."""
+        """Notes the leases of blocks from `take_owed` or `take_put_off`; None: memory has the block no more."""
         self._writing.update(batch)
         self._note_pinned({key: lease for key, lease in batch.items() if lease is not None})
 
     def finish(self, key: StoreKey, lease: ReadPin | None) -> None:
-        """The writer is done with the block."""
+        """Notes that the writer is done with the block."""
         del self._writing[key]
         if lease is not None:
             self._note_pinned({key: lease}, -1)
@@ -211,7 +209,7 @@ class WriteQueue:
         return list(self._drain(self._queued.tenants).values())
 
     def bar(self, keys: set[StoreKey]) -> list[ReadPin]:
-        """None of these blocks gets on its way until `unbar`; the caller releases the leases of those that waited."""
+        """Keeps these blocks from their way until `unbar`; the caller releases the leases of those that waited."""
         self._barred.update(keys)
         leases = {key: self._queued.pop(key) for key in keys if key in self._queued}
         self._note_pinned(leases, -1)
@@ -230,7 +228,7 @@ class WriteQueue:
         return [key for key in keys if key in self._put_off or key in self._left_out or key in self._owed]
 
     def forget(self, keys: Iterable[StoreKey]) -> None:
-        """These blocks are not missed by the tier any more. Not for what is queued."""
+        """Forgets that the tier lacks these blocks, none of which is queued."""
         for key in keys:
             self._owed.discard(key)
             self._put_off.discard(key)
@@ -251,7 +249,7 @@ class WriteQueue:
         return leases
 
     def _note_pinned(self, leases: Mapping[StoreKey, ReadPin], sign: int = 1) -> None:
-        """These leases pin their blocks from now on or, with -1, do so no more."""
+        """Counts leases that pin their blocks from now on or, with -1, do so no more."""
         for key, lease in leases.items():
             self._room.add(tenant_of(key), sign * len(lease.view))
         self._on_pinned(self._room.taken_bytes)

@@ -19,7 +19,7 @@ _BATCH_BLOCKS = 16
 _NUM_THREADS = 2
 """Threads that write to each tier."""
 _WRITE_BACK_SHARE = 1 / 16
-"""The coldest part of memory that `write_back` keeps written. Small forgets blocks in bursts."""
+"""The coldest part of memory that `write_back` keeps written. A smaller part has blocks forgotten in bursts."""
 _RETRY_S = 5.0
 """Seconds between tries to give a tier that took nothing what was put off."""
 _RESULTS = {
@@ -53,13 +53,13 @@ class WriteWorkers:
         ]
 
     def start(self) -> None:
-        """Once."""
+        """Starts the threads. Once."""
         for thread in self._threads:
             thread.start()
 
     @property
     def alive(self) -> bool:
-        """All threads run."""
+        """Whether all threads run."""
         return all(thread.is_alive() for thread in self._threads)
 
     def join(self) -> None:
@@ -120,7 +120,7 @@ class WriteWorkers:
                 due = waiting.take_owed(None if waiting.closing else cold, _BATCH_BLOCKS)
             if not due and waiting.is_time_for_put_off:
                 due = waiting.take_put_off(_BATCH_BLOCKS)
-            # There may be more of it, for this thread or another one.
+            # A full batch may not be all there is, for this thread or another one.
             waiting.entered = waiting.entered or len(due) == _BATCH_BLOCKS
         batch = dict(zip(due, self._memory.acquire(due, touch=False), strict=True))
         with waiting.changed:
@@ -129,12 +129,12 @@ class WriteWorkers:
         return batch
 
     def _finish(self, batch: Mapping[StoreKey, ReadPin | None], answers: _Answers) -> None:
-        """Its leases are not released yet.
+        """Notes the answers to a batch whose leases are not released yet.
 
         :param answers: for all of `batch` that memory still had.
         """
         waiting = self._waiting
-        # Before anybody hears that they are done: a thread that has waited for a drain finds them counted.
+        # Counts come before anybody hears that the batch is done, so that a thread that waited for a drain finds them.
         self._metrics.evicted_unwritten.labels(self._tier.name).inc(len(batch) - len(answers))
         for each in answers.values():
             self._metrics.written_down_blocks.labels(self._tier.name, _RESULTS[each]).inc()

@@ -13,8 +13,8 @@ MEAN_LOAD_FACTOR = 1.25
 class Chwbl(Strategy):
     """Hashes the adapter and the first characters, and passes over engines above 1.25 times the mean load.
 
-    One point of the ring for each head: prompts that share a system prompt of some length all share one engine until it
-    is full, and then the next one.
+    Each head is one point of the ring, so that prompts that share a long system prompt share one engine until it is
+    full, and then the next one.
     """
 
     reads = Reads.TEXT
@@ -23,7 +23,7 @@ class Chwbl(Strategy):
         self._ring = HashRing()
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
-        """The first engine from the head's point on that may take one request more."""
+        """Returns the first engine from the head's point of the ring on that may take one more request."""
         loads = {candidate.engine: candidate.load.requests for candidate in candidates}
         bound = MEAN_LOAD_FACTOR * (sum(loads.values()) + 1) / len(loads)
         key = f"{prompt.tenant}\0{prompt.adapter}\0{(prompt.text or '')[:HEAD_CHARACTERS]}"

@@ -1,4 +1,4 @@
-"""How busy engines are kept, as far as this gateway keeps them busy."""
+"""How busy this gateway keeps each engine."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ _MEMORY_S = 60.0
 _YOUNGEST_S = 1.0
 _BUSIEST = 0.9
 _LEAST_SHARE = 0.2
-"""The share of the mean: this much will come to an engine to which nobody has come yet."""
+"""The share of the mean that an engine is expected to get to which nothing has been sent yet."""
 
 
 class Demand:
@@ -17,14 +17,14 @@ class Demand:
 
     def __init__(self) -> None:
         self._requests = self._compute_s = 0.0
-        """Both fade by e in a minute, and are those of `_at_s`."""
+        """Both are as of `_at_s`, and fade by a factor of e in `_MEMORY_S`."""
         self._by_engine: dict[EngineId, float] = {}
         """Each engine's share of `_compute_s`."""
         self._began_s: float | None = None
         self._at_s = 0.0
 
     def add(self, engine: EngineId, compute_s: float, now_s: float) -> None:
-        """A request that takes so long was sent. O(engines)."""
+        """Counts a request that was sent, and the time to compute it. O(engines)."""
         if self._began_s is None:
             self._began_s = self._at_s = now_s
         fade = math.exp((self._at_s - now_s) / _MEMORY_S)
@@ -36,20 +36,20 @@ class Demand:
         self._by_engine[engine] = self._by_engine.get(engine, 0.0) + compute_s
 
     def forget(self, engine: EngineId) -> None:
-        """The engine is gone."""
+        """Forgets an engine that is gone."""
         self._by_engine.pop(engine, None)
 
     def waiting(self, engines: Sequence[EngineId]) -> list[float]:
-        """How many requests come to each of the engines per second of work that is still to be done there.
+        """Returns how many requests come to each of the engines per second of work that it still has to do.
 
-        A request of `work_s` after a backlog of `backlog_s` makes all who come until the engine is idle wait longer by
-        `work_s`: these are `waiting * (backlog_s + work_s)`, as it works off its backlog as fast as what still comes
-        lets it. Fewer come to an engine that has been kept less busy than the mean, and fewest to a new one. Some of
-        those that would come to a busier one can go elsewhere: for it the mean counts.
+        A request of `work_s` behind a backlog of `backlog_s` delays by `work_s` each request that comes before the
+        engine is idle. Those are `waiting * (backlog_s + work_s)` requests, because the engine works off its backlog
+        only as fast as new requests let it. Fewer requests come to an engine that was less busy than the mean, and
+        fewest to a new one. A busier engine counts as the mean, because some of its requests can go elsewhere.
         """
         if self._began_s is None or not self._compute_s:
             return [0.0] * len(engines)
-        # As many seconds as what has not faded yet was collected in: fewer than 60 in the first minute.
+        # What has not faded yet was collected in so many seconds: fewer than 60 in the first minute.
         seen_s = _MEMORY_S * -math.expm1(-max(_YOUNGEST_S, self._at_s - self._began_s) / _MEMORY_S)
         requests, busy = self._requests / seen_s / len(engines), self._compute_s / seen_s / len(engines)
         mean = requests / (1 - min(_BUSIEST, busy))

@@ -8,21 +8,21 @@ _RETIRED_AT_MOST = 64
 
 
 class EngineBits:
-    """Gives every engine a bit. The old bit of one that left or was cleared means nothing any more."""
+    """Gives every engine a bit, which means nothing any more once the engine has left or was cleared."""
 
     def __init__(self) -> None:
         self._bits: dict[EngineId, int] = {}
         self._next = 0
 
     def bit(self, engine: EngineId) -> int:
-        """The engine's bit, given now if it has none."""
+        """Returns the engine's bit, and gives it one if it has none."""
         if engine not in self._bits:
             self._bits[engine] = 1 << self._next
             self._next += 1
         return self._bits[engine]
 
     def retire(self, engine: EngineId) -> None:
-        """Whatever has the engine's bit is not its any more."""
+        """Takes the bit from the engine: a mask with that bit says nothing of the engine any more."""
         self._bits.pop(engine, None)
 
     @property
@@ -31,7 +31,7 @@ class EngineBits:
         return self._next - len(self._bits) > _RETIRED_AT_MOST
 
     def renumber(self) -> dict[int, int]:
-        """Gives live engines the lowest bits. From old bits to new ones, for the owner of what has the old."""
+        """Gives live engines the lowest bits. Returns the new bit for each old one, for the owner of the masks."""
         moved = {}
         for i, (engine, old) in enumerate(self._bits.items()):
             moved[old] = self._bits[engine] = 1 << i
@@ -40,7 +40,7 @@ class EngineBits:
 
 
 def each_bit(mask: int) -> Iterator[int]:
-    """The bits that are set, lowest first."""
+    """Yields the bits that are set, lowest first."""
     while mask:
         low = mask & -mask
         yield low

@@ -23,7 +23,7 @@ class Epp(Strategy):
         self._sent: dict[EngineId, OrderedDict[Key, None]] = {}
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
-        """The highest score."""
+        """Returns a candidate with the highest score."""
         keys = _keys(prompt)
         shares = [self._matched(candidate.engine, keys) / max(1, len(keys)) for candidate in candidates]
         return pick(shares, candidates, self._random)
@@ -38,7 +38,7 @@ class Epp(Strategy):
             lru.popitem(last=False)
 
     def engine_left(self, engine: EngineId) -> None:
-        """Forgets what it was sent."""
+        """Forgets what the engine was sent."""
         self._sent.pop(engine, None)
 
     def _matched(self, engine: EngineId, keys: Sequence[Key]) -> int:

@@ -11,7 +11,7 @@ VIRTUAL_NODES = 256
 
 
 class HashRing:
-    """Engines by the hash of a key; made anew only when the engines are others."""
+    """Orders engines by the hash of a key. The ring is made anew only when the engines are others."""
 
     def __init__(self) -> None:
         self._engines: frozenset[EngineId] = frozenset()
@@ -19,7 +19,7 @@ class HashRing:
         self._owners: list[EngineId] = []
 
     def walk(self, key: str, engines: Sequence[EngineId]) -> Iterator[EngineId]:
-        """All engines, each once, clockwise from the key."""
+        """Yields all engines, each once, clockwise from the key."""
         if self._engines != frozenset(engines):
             self._place(engines)
         start, seen = (

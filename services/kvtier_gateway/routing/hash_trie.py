@@ -17,8 +17,8 @@ MAX_CHUNKS = 1_000_000
 class HashTrie(Strategy):
     """Sends a prompt to one of the engines that were sent its longest known prefix, whatever their load.
 
-    A node of the trie is the hash of a chunk and of all before it. No match counts as the empty prefix, which every
-    engine has: the choice is at random.
+    A node of the trie is the hash of a chunk and of all before it. A prompt without a match goes to any engine, at
+    random, because every engine has the empty prefix.
     """
 
     reads = Reads.TEXT
@@ -27,11 +27,11 @@ class HashTrie(Strategy):
         self._random, self._bits, self._sent = random.Random(seed), EngineBits(), KeyMasks(max_chunks)
 
     def __len__(self) -> int:
-        """Chunks that are remembered."""
+        """Returns the number of remembered chunks."""
         return len(self._sent)
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
-        """One of those with the longest match."""
+        """Returns one of the engines with the longest match, at random."""
         engines = {self._bits.bit(candidate.engine): candidate.engine for candidate in candidates}
         matched, reason = sum(engines), "no prefix"
         for chunk in _chunks(prompt):
@@ -46,7 +46,7 @@ class HashTrie(Strategy):
         self._sent.add(reversed(list(_chunks(prompt))), bit)
 
     def engine_left(self, engine: EngineId) -> None:
-        """Forgets what it was sent."""
+        """Forgets what the engine was sent."""
         self._bits.retire(engine)
         if self._bits.are_sparse:
             self._sent.renumber(self._bits.renumber())

@@ -7,10 +7,10 @@ from kvtier_gateway.routing.values import Key
 
 
 class KeyMasks:
-    """Keys to bits of engines, at most `max_keys` of them; which were not touched for longest are forgotten.
+    """Maps at most `max_keys` keys to bits of engines, and forgets the keys that were not touched for longest.
 
-    Two dictionaries: when the young one holds half of what is allowed it becomes the old one, and what was old and not
-    touched since is forgotten at once. That is O(1) for each key, and needs no links.
+    There are two dictionaries. When the young one holds half of what is allowed it becomes the old one, and what was
+    old and not touched since is forgotten at once. That is O(1) for each key, and needs no links.
     """
 
     def __init__(self, max_keys: int) -> None:
@@ -22,7 +22,7 @@ class KeyMasks:
         return len(self._young) + len(self._old)
 
     def get(self, key: Key) -> int:
-        """The bits of the key, 0 where there are none."""
+        """Returns the bits of the key; 0: it has none."""
         return self._young.get(key) or self._old.get(key, 0)
 
     def add(self, keys: Iterable[Key], bit: int) -> None:

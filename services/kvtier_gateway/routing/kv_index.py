@@ -33,7 +33,7 @@ class KvIndex:
         return sum(map(len, self._media.values()))
 
     def apply(self, engine: EngineId, event: KvEvent) -> None:
-        """Takes in what an engine told."""
+        """Notes what an event of the engine says."""
         if isinstance(event, BlocksCleared):
             self.forget(engine)
             return
@@ -42,7 +42,7 @@ class KvIndex:
         change(event.keys, bit)
 
     def forget(self, engine: EngineId) -> None:
-        """The engine has nothing. O(1); once in 64 times O(keys)."""
+        """Forgets all that the engine has. O(1); once in 64 times O(keys)."""
         self._bits.retire(engine)
         if self._bits.are_sparse:
             moved = self._bits.renumber()
@@ -50,7 +50,7 @@ class KvIndex:
                 masks.renumber(moved)
 
     def runs(self, keys: Sequence[Key], engines: Sequence[EngineId]) -> list[Runs]:
-        """What each engine has of the leading blocks."""
+        """Returns how many of the leading blocks each engine has."""
         bits = [self._bits.bit(engine) for engine in engines]
         device_get, host_get = self._media[Medium.DEVICE].get, self._media[Medium.HOST].get
         on_device = local = sum(bits)
@@ -70,6 +70,6 @@ class KvIndex:
         return [Runs(device_ends.get(bit, len(keys)), local_ends.get(bit, len(keys))) for bit in bits]
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """These blocks are in use: they are forgotten after others."""
+        """Notes that these blocks are in use, so that others are forgotten before them."""
         for masks in self._media.values():
             masks.touch(keys)

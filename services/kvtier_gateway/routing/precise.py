@@ -15,7 +15,7 @@ POOL_CREDIT = 0.5
 
 
 class _Indexed(Strategy):
-    """Follows events."""
+    """Knows from events what engines hold."""
 
     reads = Reads.KEYS
     follows_events = True
@@ -28,22 +28,22 @@ class _Indexed(Strategy):
         self._index.touch(prompt.keys or ())
 
     def engine_left(self, engine: EngineId) -> None:
-        """Forgets what it held."""
+        """Forgets what the engine held."""
         self._index.forget(engine)
 
     def kv_event(self, engine: EngineId, event: KvEvent) -> None:
-        """Takes it into the index."""
+        """Notes in the index what the event says."""
         self._index.apply(engine, event)
 
 
 class Precise(_Indexed):
-    """The weighted scorers over an exact prefix: a block counts 1 on the device and 0.8 in host memory (llm-d).
+    """Weighs the scores over an exact prefix: a block counts 1 on the device and 0.8 in host memory (llm-d).
 
     Scores are relative to the best and worst candidate, so that a difference of one block weighs as much as one of all.
     """
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
-        """The highest score."""
+        """Returns a candidate with the highest score."""
         runs = self._index.runs(prompt.keys or (), [candidate.engine for candidate in candidates])
         raw = [run.device + HOST_WEIGHT * (run.local - run.device) for run in runs]
         low, spread = min(raw), max(raw) - min(raw)
@@ -58,9 +58,10 @@ class _Sent(NamedTuple):
 
 
 class Dynamo(_Indexed):
-    """The lowest number of blocks: prompt blocks to compute, less credits for what is cached, and decode blocks.
+    """Takes the fewest blocks: prompt blocks to compute, less credits for what is cached, plus decode blocks.
 
-    A block counts 1 on the device, 0.75 in host memory, and 0.5 in the pool. No temperature: the same prompts herd.
+    The credit for a block is 1 on the device, 0.75 in host memory, and 0.5 in the pool. There is no temperature: equal
+    prompts herd.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -72,7 +73,7 @@ class Dynamo(_Indexed):
         self._requests: dict[RequestId, _Sent] = {}
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
-        """The lowest cost; at random among equals."""
+        """Returns the candidate with the lowest cost, at random among equals."""
         new = self._new_blocks(prompt, [candidate.engine for candidate in candidates])
         costs = [
             max(0.0, self._prefill.get(c.engine, 0.0) + blocks) + self._decode.get(c.engine, 0)
@@ -83,14 +84,14 @@ class Dynamo(_Indexed):
         return Choice(chosen, "cost")
 
     def sent(self, request: RequestId, prompt: Prompt, choice: Choice, now_s: float) -> None:
-        """Adds its blocks to what is to be computed."""
+        """Adds the request's blocks to what is to be computed."""
         super().sent(request, prompt, choice, now_s)
         blocks, (new,) = len(prompt.keys or ()), self._new_blocks(prompt, [choice.engine])
         self._requests[request] = _Sent(choice.engine, blocks, new)
         self._prefill[choice.engine] = self._prefill.get(choice.engine, 0.0) + new
 
     def first_token(self, request: RequestId, now_s: float) -> None:
-        """Its blocks are computed, and decode from now on."""
+        """Counts the request's blocks as decode blocks from now on: they are computed."""
         sent = self._requests.get(request)
         if sent is not None and sent.new:
             self._prefill[sent.engine] -= sent.new
@@ -98,7 +99,7 @@ class Dynamo(_Indexed):
             self._decode[sent.engine] = self._decode.get(sent.engine, 0) + sent.blocks
 
     def finished(self, request: RequestId, now_s: float) -> None:
-        """Its blocks count no more."""
+        """Stops counting the request's blocks."""
         sent = self._requests.pop(request, None)
         if sent is not None and sent.new:
             self._prefill[sent.engine] -= sent.new
@@ -108,14 +109,14 @@ class Dynamo(_Indexed):
     failed = finished
 
     def engine_left(self, engine: EngineId) -> None:
-        """Forgets what it held, and its requests."""
+        """Forgets what the engine held, and its requests."""
         super().engine_left(engine)
         self._requests = {request: told for request, told in self._requests.items() if told.engine != engine}
         self._prefill.pop(engine, None)
         self._decode.pop(engine, None)
 
     def _new_blocks(self, prompt: Prompt, engines: Sequence[EngineId]) -> list[float]:
-        """The blocks that each engine would compute, less credits; never 0, which means computed."""
+        """Returns the blocks that each engine would compute, less credits; never 0, which stands for computed."""
         keys, new = prompt.keys or (), []
         for run in self._index.runs(keys, engines):
             pool = max(0, (prompt.num_in_pool or 0) - run.local)

@@ -23,9 +23,9 @@ from kvtier_gateway.routing.values import (
 )
 
 NEAR = 1.05
-"""Costs within 5 % of the lowest are as good: gateways that know the same do not all choose the same engine."""
+"""Costs within 5 % of the lowest count as equal, so that gateways that know the same do not all choose one engine."""
 WRITTEN_AFTER_S = 0.1
-"""Seconds from computed somewhere to readable in the pool."""
+"""Seconds after which a block that was computed somewhere can be read from the pool."""
 
 
 class Offer(NamedTuple):
@@ -33,7 +33,7 @@ class Offer(NamedTuple):
 
     engine: EngineId
     cost_s: float
-    """Expected time to first token, and harm."""
+    """Expected time to first token, plus the seconds by which it makes other requests wait longer."""
     ttft_s: float
     fetch_s: float
     compute_s: float
@@ -44,9 +44,9 @@ class Offer(NamedTuple):
 class Priced(Strategy):
     """Prices what every engine would have to fetch and compute after its backlog.
 
-    A pool that is dead has an infinite price, and the same sum follows prefixes. What is sent counts at once: in the
-    backlog, and as blocks that the engine will have. So siblings of a prefix that is being computed follow it, or go
-    where it comes from the pool in time, whichever is sooner.
+    A dead pool has an infinite price, so that engines with the prefix are then the cheapest. A request counts as soon
+    as it is sent: in the backlog, and as blocks that its engine will have. So further prompts with a prefix that is
+    being computed go to the same engine, or to one that gets the prefix from the pool in time, whichever is sooner.
     """
 
     reads = Reads.KEYS
@@ -60,7 +60,7 @@ class Priced(Strategy):
         """The prompt and the offer of the last choice."""
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
-        """Takes the one with fewer requests under way of two at random that are near the lowest cost."""
+        """Draws two of the engines near the lowest cost, and takes the one with fewer requests under way."""
         offers = self.offers(prompt, candidates, now_s)
         highest = min(offer.cost_s for offer in offers) * NEAR
         near = [i for i, offer in enumerate(offers) if offer.cost_s <= highest]
@@ -71,7 +71,7 @@ class Priced(Strategy):
         return Choice(best.engine, _reason(best), best.ttft_s, min(others, default=None))
 
     def sent(self, request: RequestId, prompt: Prompt, choice: Choice, now_s: float) -> None:
-        """Counts it in the engine's backlog, and its blocks as those that the engine will have."""
+        """Counts the request in the engine's backlog, and its blocks as blocks that the engine will have."""
         if self._offer is None or self._offer[0] is not prompt or self._offer[1].engine != choice.engine:
             self._offer = (prompt, self.offers(prompt, [Candidate(choice.engine)], now_s)[0])
         offer = self._offer[1]
@@ -81,14 +81,14 @@ class Priced(Strategy):
         self._under_way.add(request, choice.engine, prompt.keys or (), now_s + offer.ttft_s)
 
     def first_token(self, request: RequestId, now_s: float) -> None:
-        """Its blocks are on the device from now on: events that say so may come later."""
+        """Notes that the request's blocks are on the device, which events may say only later."""
         told = self._under_way.remove(request)
         if told is not None:
             self._ledger(told[0]).first_token(request, now_s)
             self._index.apply(told[0], BlocksStored(told[1], Medium.DEVICE))
 
     def finished(self, request: RequestId, now_s: float) -> None:
-        """Takes it out of the backlog if it never had a token."""
+        """Takes the request out of the backlog if it never had a token."""
         told = self._under_way.remove(request)
         if told is not None:
             self._ledger(told[0]).drop(request)
@@ -96,18 +96,18 @@ class Priced(Strategy):
     failed = finished
 
     def engine_left(self, engine: EngineId) -> None:
-        """Forgets its content, its requests and its prices."""
+        """Forgets the engine's content, its requests and its ledger."""
         self._index.forget(engine)
         self._under_way.forget(engine)
         self._demand.forget(engine)
         self._ledgers.pop(engine, None)
 
     def kv_event(self, engine: EngineId, event: KvEvent) -> None:
-        """Takes it into the index."""
+        """Notes in the index what the event says."""
         self._index.apply(engine, event)
 
     def offers(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> list[Offer]:
-        """What each candidate would make of the prompt."""
+        """Returns what each candidate would make of the prompt."""
         keys, in_pool = prompt.keys or (), prompt.num_in_pool or 0
         coming = self._under_way.runs(keys)
         in_pool_at = [(run, ready_s + WRITTEN_AFTER_S - now_s) for run, ready_s in coming.values() if run > in_pool]
@@ -131,11 +131,11 @@ class Priced(Strategy):
         return offers
 
     def content(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[Runs]:
-        """What each candidate has of the prompt."""
+        """Returns what each candidate has of the prompt."""
         return self._index.runs(prompt.keys or (), [candidate.engine for candidate in candidates])
 
     def backlog_s(self, engine: EngineId, now_s: float) -> float:
-        """Seconds that the engine still computes what it was sent."""
+        """Returns the seconds for which the engine still computes what it was sent."""
         ledger = self._ledgers.get(engine)
         return ledger.backlog_s(now_s) if ledger is not None else 0.0
 

@@ -16,10 +16,10 @@ class Work(NamedTuple):
 
 
 def cheapest(prices: Prices, prompt: Prompt, runs: Runs, num_in_pool: int) -> Work:
-    """The least sum of fetching and computing, over all cuts: what lies before the cut is fetched, the rest computed.
+    """Returns the work with the least time over all cuts: blocks before the cut are fetched, and the rest computed.
 
-    All or nothing of host memory or the pool is best: a token costs the same to fetch wherever it stands, and more to
-    compute the later it stands, so that the sum over cuts bends downwards, and is least at an end.
+    To fetch all or nothing from host memory or the pool is best. A token costs the same to fetch wherever it stands,
+    and more to compute the later it stands, so that the time is a concave function of the cut, and least at an end.
     """
     block, tokens = prompt.tokens_per_block, prompt.num_tokens or 0
     last = max(0, tokens - 1) // block if block else 0  # one token at least is computed

@@ -18,8 +18,8 @@ EVICT_EVERY_S = 120.0
 class Radix(Strategy):
     """Follows a match of more than 0.3 of the prompt; else takes the engine that was sent the least text.
 
-    Where the difference of loads is above 64 and the highest above 1.5 times the lowest, takes the least loaded. Below
-    that a miss goes to the engine with the smallest tree however busy that is.
+    Takes the least loaded engine where loads differ by more than 64 and the highest is above 1.5 times the lowest.
+    Otherwise a miss goes to the engine with the smallest tree, however busy that engine is.
     """
 
     reads = Reads.TEXT
@@ -52,7 +52,7 @@ class Radix(Strategy):
                     self._tree.evict(engine, self._max_characters)
 
     def engine_left(self, engine: EngineId) -> None:
-        """Forgets what it was sent."""
+        """Forgets what the engine was sent."""
         self._tree.remove(engine)
 
 

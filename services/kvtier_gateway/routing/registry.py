@@ -32,7 +32,7 @@ STRATEGIES: Mapping[str, Callable[[int], Strategy]] = {
 
 
 def make_strategy(name: str, seed: int = 0) -> Strategy:
-    """A new strategy.
+    """Returns a new strategy.
 
     :raises ConfigError: there is none of this name.
     """

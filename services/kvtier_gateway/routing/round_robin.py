@@ -13,6 +13,6 @@ class RoundRobin(Strategy):
         self._turn = 0
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
-        """The next in turn."""
+        """Returns the candidate whose turn it is."""
         self._turn += 1
         return Choice(candidates[self._turn % len(candidates)].engine, "turn")

@@ -9,7 +9,7 @@ PREFIX_WEIGHT, QUEUE_WEIGHT, KV_WEIGHT = 3.0, 2.0, 2.0
 
 
 def pick(prefix_scores: Sequence[float], candidates: Sequence[Candidate], source: random.Random) -> Choice:
-    """One with the highest sum, at random: 3 for the prefix, 2 for an empty queue, 2 for free KV memory."""
+    """Returns one of the highest sums, at random: 3 for the prefix, 2 for an empty queue, 2 for free KV memory."""
     queues = [candidate.load.waiting for candidate in candidates]
     longest, spread = max(queues), max(queues) - min(queues)
     scores = []

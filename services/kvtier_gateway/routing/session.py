@@ -16,7 +16,7 @@ class Session(Strategy):
         self._random, self._ring = random.Random(seed), HashRing()
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
-        """The session's engine."""
+        """Returns the session's engine; the least loaded one where there is no session."""
         if prompt.session is None:
             return Choice(least_loaded(candidates, self._random).engine, "no session")
         engines = [candidate.engine for candidate in candidates]

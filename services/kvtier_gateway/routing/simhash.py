@@ -31,7 +31,7 @@ class SimHash(Strategy):
         self._sent: deque[tuple[int, EngineId]] = deque(maxlen=REMEMBERED)
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
-        """The engine of the nearest prompt, or the least loaded."""
+        """Returns the engine of the nearest prompt; the least loaded one where none is near."""
         present, mark = {candidate.engine for candidate in candidates}, fingerprint(prompt)
         known = [((other ^ mark).bit_count(), engine) for other, engine in self._sent if engine in present]
         distance, nearest = min(known, default=(BITS, None))
@@ -44,12 +44,12 @@ class SimHash(Strategy):
         self._sent.append((fingerprint(prompt), choice.engine))
 
     def engine_left(self, engine: EngineId) -> None:
-        """Forgets what it was sent."""
+        """Forgets what the engine was sent."""
         self._sent = deque((entry for entry in self._sent if entry[1] != engine), maxlen=REMEMBERED)
 
 
 def fingerprint(prompt: Prompt) -> int:
-    """64 bits, of which few differ where few shingles of the heads differ, within one tenant and adapter."""
+    """Returns 64 bits, of which few differ where few shingles of the heads differ, within one tenant and adapter."""
     head = (prompt.text or "")[:HEAD_CHARACTERS].encode(errors="surrogatepass")
     starts = range(0, max(1, len(head) - SHINGLE_CHARACTERS + 1), SHINGLE_CHARACTERS // 2)
     shingles = [xxhash.xxh64_intdigest(head[i : i + SHINGLE_CHARACTERS]) for i in starts]

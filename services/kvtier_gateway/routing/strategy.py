@@ -22,29 +22,29 @@ class Strategy(Protocol):
     """Whether `kv_event` does anything."""
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
-        """One of the candidates, of which there is at least one. Changes nothing that later choices depend on, but for
-        turns and random numbers."""
+        """Returns one of the candidates, of which there is at least one. Changes nothing that later choices depend on,
+        except turns and random numbers."""
 
     def sent(self, request: RequestId, prompt: Prompt, choice: Choice, now_s: float) -> None:
-        """The request goes to the engine that was chosen; counts at once against it."""
+        """Notes that the request goes to the chosen engine, against which it counts at once."""
         return
 
     def first_token(self, request: RequestId, now_s: float) -> None:
-        """The first token of the answer is there."""
+        """Notes that the first token of the answer is there."""
         return
 
     def finished(self, request: RequestId, now_s: float) -> None:
-        """The answer is complete, or its client left."""
+        """Notes that the answer is complete, or that its client left."""
         return
 
     def failed(self, request: RequestId, now_s: float) -> None:
-        """The engine refused the request or broke off."""
+        """Notes that the engine refused the request or broke off."""
         return
 
     def engine_left(self, engine: EngineId) -> None:
-        """The engine is gone, or came back empty: forget its content, and its requests under way."""
+        """Forgets the content and the requests under way of an engine that is gone or came back empty."""
         return
 
     def kv_event(self, engine: EngineId, event: KvEvent) -> None:
-        """An engine told what it holds."""
+        """Notes what an engine has told of what it holds."""
         return

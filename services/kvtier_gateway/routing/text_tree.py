@@ -14,7 +14,7 @@ class Match(NamedTuple):
     length: int
     """How many characters it has."""
     engines: Mapping[EngineId, int]
-    """The engines that were sent it, and when each was last, as a count of insertions."""
+    """The engines that were sent this prefix, with the number of the last insertion of each."""
 
 
 class _Node:
@@ -35,7 +35,7 @@ class TextTree:
         """Characters of the nodes of each engine."""
 
     def match(self, text: str) -> Match:
-        """The longest prefix of `text` that any engine was sent."""
+        """Returns the longest prefix of `text` that any engine was sent."""
         node, at = self._root, 0
         while at < len(text):
             child = node.children.get(text[at])
@@ -48,7 +48,7 @@ class TextTree:
         return Match(at, node.engines)
 
     def insert(self, text: str, engine: EngineId) -> None:
-        """`text` was sent to `engine`."""
+        """Notes that `text` was sent to `engine`."""
         self._clock += 1
         self.sizes.setdefault(engine, 0)
         node, at = self._root, 0
@@ -64,7 +64,7 @@ class TextTree:
             node, at = child, at + len(child.text)
 
     def evict(self, engine: EngineId, max_characters: int) -> None:
-        """Takes from the engine what is above so many characters: leaves first, the longest unused first."""
+        """Forgets leaves that the engine was sent, the longest unused first, down to so many characters."""
         leaves = [(node.engines[engine], id(node), node) for node in self._nodes() if self._is_leaf(node, engine)]
         heapq.heapify(leaves)
         while leaves and self.sizes.get(engine, 0) > max_characters:
@@ -80,7 +80,7 @@ class TextTree:
         self.sizes.pop(engine, None)
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """The new node of the first `at` characters, whose child `node` becomes."""
+        """Returns the new node of the first `at` characters, whose child `node` becomes."""
         head = _Node(node.text[:at], node.parent, dict(node.engines))
         assert node.parent is not None
         node.parent.children[head.text[0]] = head
@@ -107,5 +107,5 @@ class TextTree:
 
 
 def _common(piece: str, text: str, at: int) -> int:
-    """How many characters of `piece` stand in `text` from `at` on."""
+    """Returns how many leading characters of `piece` stand in `text` from `at` on."""
     return len(piece) if text.startswith(piece, at) else len(commonprefix((piece, text[at : at + len(piece)])))  # noqa: RUF071 - characters are meant

@@ -1,4 +1,4 @@
-"""Which prefixes are being computed or fetched, where, and until when."""
+"""Which engines are computing or fetching which prefixes, and until when."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,13 +25,13 @@ class UnderWay:
         """The requests that have at least one block, by its key."""
 
     def add(self, request: RequestId, engine: EngineId, keys: Sequence[Key], ready_at_s: float) -> None:
-        """All these blocks will be on the engine's device at that time."""
+        """Notes that all these blocks will be on the engine's device at `ready_at_s`."""
         self._requests[request] = _Request(engine, keys, ready_at_s)
         if keys:
             self._by_first.setdefault(keys[0], set()).add(request)
 
     def remove(self, request: RequestId) -> tuple[EngineId, Sequence[Key]] | None:
-        """Returns the request's engine and blocks; None: nothing is known of it."""
+        """Forgets a request. Returns its engine and blocks; None: the request is unknown."""
         told = self._requests.pop(request, None)
         if told is None:
             return None
@@ -43,7 +43,7 @@ class UnderWay:
         return told.engine, told.keys
 
     def runs(self, keys: Sequence[Key]) -> dict[EngineId, tuple[int, float]]:
-        """How many leading blocks each engine will have, and when; engines that will have none are left out."""
+        """Returns how many leading blocks each engine will have, and when; engines that will have none are left out."""
         found: dict[EngineId, tuple[int, float]] = {}
         for request in self._by_first.get(keys[0], ()) if keys else ():
             told = self._requests[request]
@@ -54,13 +54,13 @@ class UnderWay:
         return found
 
     def forget(self, engine: EngineId) -> None:
-        """The engine is gone."""
+        """Forgets the requests of an engine that is gone."""
         for request in [name for name, told in self._requests.items() if told.engine == engine]:
             self.remove(request)
 
 
 def _common(some: Sequence[Key], others: Sequence[Key]) -> int:
-    """How many leading keys are equal, where the first are."""
+    """Returns how many leading keys are equal. The first ones must be."""
     same, end = 1, min(len(some), len(others))
     while same < end:
         middle = (same + end + 1) // 2
