@@ -1,5 +1,6 @@
 """Several answers to one prompt over HTTP, and log probabilities in OpenAI's shapes. A tiny model."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,34 @@ def test_the_answers_of_a_beam_search(tiny: ServedEngine) -> None:
     }.items():  # fmt: skip
         response = tiny.client.post("/v1/completions", json=ask | wrong)
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_what_only_an_operator_can_change_is_logged_once_and_told_to_no_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "abc{% if tools %}def{% endif %}"}')
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    tool = {"type": "function", "function": {"name": "look"}}
+    asks: list[tuple[str, dict[str, Any], str]] = [
+        ("completions", {"prompt": [1], "n": 17}, "ask for fewer"),
+        ("completions", {"prompt": [1], "best_of": 18}, "ask for fewer"),
+        ("completions", {"prompt": [1], "max_tokens": 501}, "lower max_tokens"),
+        ("chat/completions", {**chat, "response_format": {"type": "json_object"}}, "leave out response_format"),
+        ("chat/completions", {**chat, "tools": [tool]}, "leave them out"),
+    ]
+    with served_engine(tmp_path) as served:
+        for path, body, words in [*asks, *asks]:
+            response = served.client.post(f"/v1/{path}", json=body)
+            message = response.json()["error"]["message"]
+            assert response.status_code == 400
+            assert words in message
+            assert not any(word in message for word in ("engine.", "pip", "llguidance", "raise", "serve a model"))
+    served.rig.close()
+    told = [record.args[0] for record in caplog.records if record.name == "kvtier_engine.api.remedies" and record.args]
+    assert len(told) == len(set(told)) == 4
+    for remedy in ("engine.max_running", "engine.kv_bytes", "pip install '.[json]'", "<tool_call>"):
+        assert any(remedy in line for line in told), remedy
 
 
 def test_log_probabilities_of_completions(official: openai.OpenAI, tiny: ServedEngine) -> None:

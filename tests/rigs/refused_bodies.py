@@ -39,7 +39,7 @@ BAD_BODIES: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "empty prompt": ("/v1/completions", {"prompt": ""}, 400, "prompt", "empty"),
     "foreign token": ("/v1/completions", {"prompt": [3, 10**6]}, 400, "prompt", "49151"),
     "half a token": ("/v1/completions", {"prompt": [1.5]}, 400, "prompt", "must be text or a list of token ids"),
-    "too long": ("/v1/completions", {"prompt": "a " * 2000}, 400, "prompt", "engine.kv_bytes"),
+    "too long": ("/v1/completions", {"prompt": "a " * 2000}, 400, "prompt", "shorten the prompt"),
     "too long chat": (
         "/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 2000}]}, 400, "messages",
         "more than the 1456 tokens",

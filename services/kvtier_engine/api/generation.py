@@ -198,7 +198,7 @@ def _cut(done: Completion, text: AnswerText) -> Completion:
     if done.finish_reason == "cancelled":
         raise stopping()
     if done.finish_reason == "failed":
-        raise ApiError(500, "the engine failed while it computed the answer; see its log")
+        raise ApiError(500, "the engine failed while it computed the answer; send the request again later")
     return done
 
 

@@ -1,6 +1,6 @@
 """Reading requests, and refusing bad ones the way OpenAI's API does."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from kvtier.protocol.openai import error_body, error_kind
+from kvtier_engine.api.remedies import Remedies
 from kvtier_engine.api.requests import MOST_PROMPTS
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -25,11 +26,20 @@ _UNIONS = {
 
 
 class ApiError(Exception):
-    """Becomes an OpenAI-style error response."""
+    """Becomes an OpenAI-style error response. Its text says what a client can do."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        """:param remedy: what the operator can do: for the log (`Remedies.tell`), never in the response."""
         super().__init__(message)
-        self.status = status
+        self.status, self.remedy = status, remedy
         self.body = error_body(message, error_kind(status), param, code)
 
 
@@ -75,9 +85,14 @@ def _explain(error: Any) -> str:
     return message.replace("'", '"') if error["type"] == "literal_error" else message
 
 
-async def answer_api_error(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return JSONResponse(error.body, error.status)
+def _answer_api_error(remedies: Remedies) -> Callable[[HttpRequest, Exception], Awaitable[Response]]:
+    async def answer(http: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        if error.remedy is not None:
+            remedies.tell(error.remedy)
+        return JSONResponse(error.body, error.status)
+
+    return answer
 
 
 async def answer_http_error(http: HttpRequest, error: Exception) -> Response:
@@ -92,13 +107,17 @@ async def answer_client_gone(http: HttpRequest, error: Exception) -> Response:
 
 
 async def answer_bug(http: HttpRequest, error: Exception) -> Response:
-    return JSONResponse(error_body("an error inside the server; see its log", "server_error"), 500)
+    return JSONResponse(
+        error_body("an error inside the engine; tell whoever runs it the X-Request-Id of this answer", "server_error"),
+        500,
+    )
 
 
-HANDLERS: dict[Any, Any] = {
-    ApiError: answer_api_error,
-    HTTPException: answer_http_error,
-    ClientDisconnect: answer_client_gone,
-    Exception: answer_bug,
-}
-"""What starlette does with exceptions."""
+def exception_handlers() -> dict[Any, Any]:
+    """What the starlette of one engine does with exceptions."""
+    return {
+        ApiError: _answer_api_error(Remedies()),
+        HTTPException: answer_http_error,
+        ClientDisconnect: answer_client_gone,
+        Exception: answer_bug,
+    }

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvtier.net.address import is_loopback
 from kvtier.protocol.openai import error_body
+from kvtier_engine.api.remedies import Remedies
 
 
 class KnownHosts:
@@ -24,6 +25,7 @@ class KnownHosts:
         """:param allowed: names beside the loopback ones, without a port, in any case."""
         self._app = app
         self._allowed = frozenset(name.lower() for name in allowed)
+        self._remedies = Remedies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI's."""
@@ -31,6 +33,7 @@ class KnownHosts:
         for name in ("host", "origin"):
             for value in headers.getlist(name):
                 if not self._knows(value if name == "origin" else f"//{value}"):
+                    self._remedies.tell("name the hosts by which a proxy calls it in engine.allowed_hosts")
                     await _refusal(name.capitalize(), value)(scope, receive, send)
                     return
         await self._app(scope, receive, send)
@@ -46,6 +49,6 @@ class KnownHosts:
 def _refusal(header: str, value: str) -> JSONResponse:
     message = (
         f"{header}: {value!r} is no name of an engine that listens on a loopback address; call it localhost or by its "
-        "address, or name the host in engine.allowed_hosts"
+        "address"
     )
     return JSONResponse(error_body(message, "invalid_request_error"), 403)

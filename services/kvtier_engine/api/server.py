@@ -21,7 +21,7 @@ from kvtier_engine.api.answers import AnswerFormat
 from kvtier_engine.api.api_keys import ApiKeys
 from kvtier_engine.api.event_stream import EventStream
 from kvtier_engine.api.generation import Ask, Generation, Piece, stopping
-from kvtier_engine.api.http_requests import HANDLERS, ApiError, parse_body
+from kvtier_engine.api.http_requests import ApiError, exception_handlers, parse_body
 from kvtier_engine.api.request_ids import RequestIds
 from kvtier_engine.api.request_tenants import RequestTenants
 from kvtier_engine.api.requests import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, ResetBody, SamplingBody
@@ -80,7 +80,7 @@ class Server:
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
             ],
-            exception_handlers=HANDLERS,
+            exception_handlers=exception_handlers(),
         )
         app.router.redirect_slashes = False  # a redirect is no answer of OpenAI's; clients that post do not follow it
         keys = self._tenants.api_keys
@@ -112,9 +112,9 @@ class Server:
         if tools and self._tokenizer.call_style is None:
             raise ApiError(
                 400,
-                "tools: the model writes calls in a way that this engine does not read; leave them out, or serve a "
-                "model whose chat template has <tool_call>, or is Llama 3's",
+                "tools: this engine does not read the calls that its model writes; leave them out",
                 param="tools",
+                remedy="for tools, serve a model whose chat template has <tool_call>, or is Llama 3's",
             )
         messages = [message.for_template() for message in body.messages]
         try:
@@ -148,19 +148,17 @@ class Server:
         if not self._engine.serves(body.tenant):
             param = "kv_transfer_params.kvtier.tenant"
             raise ApiError(400, f"{param}: {body.tenant!r} is no tenant of this engine", param=param)
-        conflict = body.conflict()
+        conflict, remedy = body.conflict(), None
         most = self._engine.max_branches
         if conflict is None and body.num_branches > most:
             param = "n" if body.num_choices == body.num_branches else "best_of"
-            conflict = (
-                param,
-                f"this engine computes up to {most} answers at once; ask for fewer, or raise engine.max_running",
-            )
+            conflict = param, f"this engine computes up to {most} answers at once; ask for fewer"
+            remedy = "for more answers to one prompt, raise engine.max_running"
         vocab_size = self._engine.limits.vocab_size
         if conflict is None and max(body.logit_bias or {}, default=0) >= vocab_size:
             conflict = "logit_bias", f"token ids must be from 0 to {vocab_size - 1}"
         if conflict is not None:
-            raise ApiError(400, ": ".join(conflict), param=conflict[0])
+            raise ApiError(400, ": ".join(conflict), param=conflict[0], remedy=remedy)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self._model_names:
@@ -174,8 +172,14 @@ class Server:
         param = "tools" if body.response_format is None or body.response_format.type == "text" else "response_format"
         try:
             return await run_in_threadpool(self._grammars.compile, grammar)
-        except (ConfigError, InvalidInputError) as error:
+        except InvalidInputError as error:
             raise ApiError(400, f"{param}: {error}", param=param) from error
+        except ConfigError as error:
+            message = (
+                f"{param}: this engine holds no answers to schemas; leave out response_format, strict, and a "
+                "tool_choice that requires a call"
+            )
+            raise ApiError(400, message, param=param, remedy=str(error)) from error
 
     async def _sampling(self, body: SamplingBody, max_tokens: int) -> Sampling:
         return Sampling(
@@ -237,7 +241,8 @@ class Server:
                 self._engine, http, asks, texts, read_along=bool(body.stream or stop) and not body.use_beam_search
             )
         except LimitExceededError as error:
-            raise ApiError(400, str(error), param=prompt, code="context_length_exceeded") from error
+            remedy = None if self._engine.limits.model_is_the_limit else "for longer requests, raise engine.kv_bytes"
+            raise ApiError(400, str(error), param=prompt, code="context_length_exceeded", remedy=remedy) from error
         except InvalidInputError as error:
             raise ApiError(400, str(error), param=prompt) from error
         except ClosedError as error:

@@ -152,7 +152,7 @@ class Engine:
         """
         self._check_limits(tokens, sampling)
         if not self.serves(tenant):
-            raise InvalidInputError(f"{tenant!r} is no tenant of this engine: name it in gateway_tenants")
+            raise InvalidInputError(f"{tenant!r} is no tenant of this engine")
         request = Request(
             request_id=next(self._ids),
             tokens=list(tokens),
@@ -237,19 +237,17 @@ class Engine:
             raise InvalidInputError("the prompt is empty: give at least one token")
         most = self.limits.max_total_tokens
         if len(tokens) + sampling.max_tokens > most:
-            remedy = "; shorten the prompt, lower max_tokens, or raise engine.kv_bytes"
-            if self.limits.model_is_the_limit:
-                remedy = ", the model's own context; shorten the prompt or lower max_tokens"
+            whose = ", the model's own context" if self.limits.model_is_the_limit else ""
             raise LimitExceededError(
                 f"{len(tokens)} prompt tokens and max_tokens {sampling.max_tokens} are more than the {most} tokens "
-                f"that one request may have here{remedy}"
+                f"that one request may have here{whose}; shorten the prompt or lower max_tokens"
             )
         if not 0 <= min(tokens) <= max(tokens) < self.limits.vocab_size:
             raise InvalidInputError(f"token ids must be from 0 to {self.limits.vocab_size - 1}")
         if not 1 <= sampling.num_branches <= self.max_branches:
             raise InvalidInputError(
                 f"{sampling.num_branches} answers to one prompt, but this engine computes up to {self.max_branches} at "
-                "once; ask for fewer, or raise engine.max_running"
+                "once; ask for fewer"
             )
 
     def _take_inbox(self) -> bool:

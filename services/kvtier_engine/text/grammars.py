@@ -56,7 +56,8 @@ class Grammars:
             import llguidance
         except ImportError as error:
             raise ConfigError(
-                "this engine runs without llguidance: in a checkout of kvtier, pip install '.[json]'"
+                "for answers that are held to a schema, llguidance is missing: in a checkout of kvtier, "
+                "pip install '.[json]'"
             ) from error
         with self._lock:
             if self._tokenizer is None:
