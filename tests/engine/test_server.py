@@ -156,6 +156,27 @@ def test_what_is_no_request_at_all(engine: EngineProcess) -> None:
         assert response.json()["error"]["message"]
 
 
+def test_a_body_that_is_too_long_is_refused_before_its_end(engine: EngineProcess) -> None:
+    chunk = b"%x\r\n%s\r\n" % (2**20, b"a" * 2**20)
+    for headers, beginning in (
+        (f"Content-Length: {2**40}", b""),
+        (f"Content-Length: {2**40}\r\nExpect: 100-continue", b""),
+        ("Transfer-Encoding: chunked", chunk),
+    ):
+        with socket.create_connection(engine.address, timeout=PATIENCE_S) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n\r\n"
+            connection.sendall(head.encode() + beginning)
+            answer = b""
+            while not answer.endswith(b"}}"):
+                piece = connection.recv(4096)
+                assert piece, answer
+                answer += piece
+            assert not beginning or connection.recv(1) == b""
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"connection: close" in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+
+
 def test_web_pages_may_not_reset_the_cache(engine: EngineProcess) -> None:
     engine.chat(max_tokens=1)
     for origin in ("https://example.org", str(engine.client.base_url), "null"):

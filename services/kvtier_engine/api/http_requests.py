@@ -1,5 +1,7 @@
 """Reading requests, and refusing bad ones the way OpenAI's API does."""
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -8,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from kvtier.protocol.openai import error_body, error_kind
 from kvtier_engine.api.remedies import Remedies
@@ -17,6 +20,8 @@ Body = TypeVar("Body", bound=BaseModel)
 
 _CLIENT_CLOSED = 499
 """nginx's status for a client that went away; nobody reads it."""
+_LINGER_S = 1.0
+"""Seconds for which a client that is refused early may go on sending: many read an answer only then."""
 _UNIONS = {
     "prompt": f"must be text or a list of token ids, or a list of 1 to {MOST_PROMPTS} of either",
     "tool_choice": 'must be "none", "auto", "required", or {"type": "function", "function": {"name": ...}}',
@@ -66,14 +71,35 @@ def _json_path(location: Sequence[int | str]) -> str:
 
 
 async def _read(http: HttpRequest, most_bytes: int) -> bytes:
-    """One that no request needs is refused before it takes memory, and minutes to tokenise."""
+    """One that no request needs is refused before it takes memory, and minutes to tokenise: where its headers say how
+    long it is, before it is read."""
+    too_long = ApiError(413, f"the body is longer than {most_bytes:,} bytes, more than one request can use here")
+    if int(http.headers.get("Content-Length", 0)) > most_bytes:
+        raise too_long
     body = bytearray()
-    async for piece in http.stream():  # to its end: clients that are still sending do not hear an answer
-        if len(body) <= most_bytes:
-            body += piece
-    if len(body) > most_bytes:
-        raise ApiError(413, f"the body is longer than {most_bytes:,} bytes, more than one request can use here")
+    async for piece in http.stream():
+        body += piece
+        if len(body) > most_bytes:
+            raise too_long
     return bytes(body)
+
+
+class _EarlyAnswer(JSONResponse):
+    """An answer to a request that has not been read to its end; its connection is closed.
+
+    What still comes is thrown away for a while first: a client may not hear what was sent to it before a reset.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI's."""
+        headers = [*self.raw_headers, (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while (await receive()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b""})
 
 
 def _explain(error: Any) -> str:
@@ -90,7 +116,8 @@ def _answer_api_error(remedies: Remedies) -> Callable[[HttpRequest, Exception], 
         assert isinstance(error, ApiError)
         if error.remedy is not None:
             remedies.tell(error.remedy)
-        return JSONResponse(error.body, error.status)
+        kind = _EarlyAnswer if error.status == 413 else JSONResponse
+        return kind(error.body, error.status)
 
     return answer
 
