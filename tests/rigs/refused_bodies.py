@@ -28,6 +28,9 @@ BAD_BODIES: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "stop number": ("/v1/completions", {"prompt": "a", "stop": 7}, 400, "stop", "must be text"),
     "many answers": ("/v1/completions", {"prompt": "a", "n": 129}, 400, "n", "less than or equal to 128"),
     "more answers than run": ("/v1/completions", {"prompt": "a", "n": 17}, 400, "n", "up to 16 answers at once"),
+    "many answers to many prompts": (
+        "/v1/completions", {"prompt": ["a"] * 65, "n": 2}, 400, "prompt", "are 130 answers, but one"
+    ),
     "n is true": ("/v1/completions", {"prompt": "a", "n": True}, 400, "n", "valid integer"),
     "best of fewer": ("/v1/completions", {"prompt": "a", "n": 3, "best_of": 2}, 400, "best_of", "at least n"),
     "the best in a stream": (

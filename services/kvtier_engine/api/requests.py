@@ -23,7 +23,7 @@ _LONGEST_STOP_SEQUENCE = 1024
 MOST_PROMPTS = 128
 """Prompts of one request."""
 _MOST_ANSWERS = 128
-"""OpenAI's limits, as those below."""
+"""OpenAI's limit of `n`, as those below; here also of the answers that are computed for all prompts of a request."""
 _MOST_BIASES = 300
 _MOST_TOP_OF_COMPLETIONS = 5
 _MOST_TOP_OF_CHATS = 20
@@ -224,6 +224,12 @@ class CompletionBody(SamplingBody):
             return "best_of", "must be at least n, since the n answers are chosen from so many"
         if self.num_branches > self.num_choices and self.stream:
             return "best_of", "which answers are best is known at the end: leave out stream"
+        num_answers = len(self.prompts) * self.num_branches
+        if num_answers > _MOST_ANSWERS:
+            return "prompt", (
+                f"{len(self.prompts)} prompts with {self.num_branches} answers each are {num_answers} answers, but one "
+                f"request may have {_MOST_ANSWERS}; send several requests"
+            )
         return SamplingBody.conflict(self)
 
 
