@@ -1,11 +1,13 @@
 """`kvtier size`: bytes of KV by the shape of models, and what is worth fetching."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.testing
+from gguf import GGUFWriter
 
 from kvtier.cli.sizing.cli import size
 from kvtier.cli.sizing.estimate import Demand, break_even_bytes_per_s, estimate, ways
@@ -48,6 +50,40 @@ def test_what_is_no_model_is_said(tmp_path: Path, raw: Any, part: str) -> None:
         load_model_shape(folder(tmp_path, raw))
     with pytest.raises(ConfigError, match=r"cannot read"):
         load_model_shape(tmp_path / "nowhere")
+
+
+def gguf_file(path: Path, architecture: str, **numbers: int) -> Path:
+    writer = GGUFWriter(path, architecture)
+    for name, number in numbers.items():
+        writer.add_uint32(f"{architecture}.{name.replace('__', '.')}", number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_is_measured_as_a_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {"block_count": 32, "attention__head_count": 32, "attention__head_count_kv": 8, "embedding_length": 4096}
+    shape = load_model_shape(gguf_file(tmp_path / "small.gguf", "llama", **numbers))
+    assert (shape.name, shape.kv_values_per_token) == ("small", 32 * 2 * 8 * 128)
+    numbers["attention__key_length"] = 256
+    assert (
+        load_model_shape(gguf_file(tmp_path / "wide.gguf", "qwen3", **numbers)).kv_values_per_token == 32 * 2 * 8 * 256
+    )
+    for path, words in (
+        (gguf_file(tmp_path / "gemma.gguf", "gemma3", **numbers), "'gemma3'.*name the model's Hugging Face folder"),
+        (gguf_file(tmp_path / "bare.gguf", "llama"), "num_hidden_layers"),
+        (tmp_path / "nowhere.gguf", "cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_model_shape(path)
+    (tmp_path / "torn.gguf").write_bytes((tmp_path / "small.gguf").read_bytes()[:60])
+    with pytest.raises(ConfigError, match=r"torn\.gguf cannot be read as GGUF"):
+        load_model_shape(tmp_path / "torn.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError, match="pip install gguf"):
+        load_model_shape(tmp_path / "small.gguf")
 
 
 def test_only_full_blocks_are_kept() -> None:

@@ -24,7 +24,7 @@ class KvDtype(StrEnum):
 
 @telling_in_json
 def size(
-    model: Annotated[Path, typer.Argument(help="Hugging Face folder of the model: its config.json is read.")],
+    model: Annotated[Path, typer.Argument(help="Hugging Face folder, whose config.json is read, or GGUF file.")],
     conversations: Annotated[int, typer.Option(min=1, help="Conversations that are to be found again.")] = 1000,
     active: Annotated[
         int | None, typer.Option(min=1, help="Those of them that go on within minutes. Default: a tenth.")

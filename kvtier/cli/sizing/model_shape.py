@@ -1,4 +1,4 @@
-"""How many bytes of KV a token of a model takes, from the model's own `config.json`."""
+"""How many bytes of KV a token of a model takes, from the model's own `config.json` or GGUF file."""
 
 import json
 from collections.abc import Mapping
@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
+from kvtier.identity.gguf_file import SHAPE_NAMES, read_gguf
 
 DTYPE_BYTES: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 """Bytes of one number of KV, by the names that engines have for it."""
 _FULL_ATTENTION = ("full_attention", "attention")
+_PLAIN_IN_GGUF = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe")
+"""Architectures all layers of which keep KV of the whole prompt: of others, GGUF does not say which layers do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +34,47 @@ class ModelShape:
         return int(self.kv_values_per_token * DTYPE_BYTES[kv_dtype])
 
 
-def load_model_shape(folder: Path) -> ModelShape:
-    """Reads `config.json` of a Hugging Face folder.
+def load_model_shape(model: Path) -> ModelShape:
+    """Reads `config.json` of a Hugging Face folder, or a `.gguf` file.
 
     Multi-head, grouped-query and latent attention (`kv_lora_rank`) are known, and sliding windows and layers without
-    attention by `layer_types`.
+    attention by `layer_types`. From GGUF, Llama and Qwen models are known.
 
     :raises ConfigError: the file cannot be read, or does not say how many layers and heads there are.
     """
-    path = folder / "config.json"
+    if model.suffix == ".gguf" and not model.is_dir():
+        return _shape(model, model.stem, _config_of_gguf(model))
+    path = model / "config.json"
     try:
         raw = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot read the model's shape: {error}; name a Hugging Face folder") from error
+        raise ConfigError(
+            f"{path}: cannot read the model's shape: {error}; name a Hugging Face folder or a .gguf file"
+        ) from error
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path}: not a table of settings; name a Hugging Face folder")
-    text = raw.get("text_config", raw)  # models that also take images keep the language model's apart
+    # Models that also take images keep the language model's apart.
+    return _shape(path, model.name, raw.get("text_config", raw))
+
+
+def _config_of_gguf(path: Path) -> Mapping[str, Any]:
+    _, fields = read_gguf(path)
+    architecture = fields.get("general.architecture")
+    if architecture not in _PLAIN_IN_GGUF:
+        known = ", ".join(_PLAIN_IN_GGUF)
+        raise ConfigError(
+            f"{path}: architecture {architecture!r}: from GGUF the size of KV is known of {known}; name the model's "
+            "Hugging Face folder"
+        )
+    names = {**SHAPE_NAMES, "head_dim": "attention.key_length"}
+    return {name: fields.get(f"{architecture}.{key}") for name, key in names.items()}
+
+
+def _shape(path: Path, name: str, text: Mapping[str, Any]) -> ModelShape:
     layers = _number(path, text, "num_hidden_layers")
     full = _full_layers(text, layers)
     return ModelShape(
-        name=folder.name,
+        name=name,
         kv_values_per_token=full * _values_per_layer(path, text),
         num_windowed_layers=layers - full,
     )
@@ -68,9 +92,9 @@ def _values_per_layer(path: Path, text: Mapping[str, Any]) -> int:
     if isinstance(text.get("kv_lora_rank"), int):  # latent attention keeps one compressed vector, and a rotated key
         return int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim", 0))
     heads = _number(path, text, "num_attention_heads")
-    kv_heads = text.get("num_key_value_heads")
+    kv_heads = heads if text.get("num_key_value_heads") is None else _number(path, text, "num_key_value_heads")
     head_dim = text.get("head_dim") or _number(path, text, "hidden_size") // heads
-    return 2 * int(kv_heads if kv_heads is not None else heads) * int(head_dim)
+    return 2 * kv_heads * int(head_dim)
 
 
 def _number(path: Path, text: Mapping[str, Any], name: str) -> int:

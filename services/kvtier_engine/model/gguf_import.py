@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFReader, ReaderTensor, dequantize
+from gguf import ReaderTensor, dequantize
 from safetensors.numpy import save_file
 
 from kvtier.errors import ConfigError
+from kvtier.identity.gguf_file import SHAPE_NAMES, read_gguf
 from kvtier.system.atomic_files import folder_published_at
 from kvtier_engine.model.gguf_tokenizer import build_tokenizer
 
@@ -36,11 +37,8 @@ _LAYER_NAMES = {
     "ffn_down.weight": "mlp.down_proj.weight",
 }
 _CONFIG_NAMES = {
-    "hidden_size": "embedding_length",
+    **SHAPE_NAMES,
     "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
@@ -59,12 +57,12 @@ def import_gguf(path: Path, cache_dir: Path) -> Path:
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        folder = cache_dir / f"gguf{_FORMAT}-{digest[:32]}"
-        if folder.is_dir():
-            return folder
-        reader, metadata = _read(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}; download it again") from error
+    folder = cache_dir / f"gguf{_FORMAT}-{digest[:32]}"
+    if folder.is_dir():
+        return folder
+    reader, metadata = read_gguf(path)
     log.info("dequantising %s into %s", path, folder)
     config = _config(metadata, reader.tensors, path)
     tokenizer = build_tokenizer(metadata, str(path))
@@ -74,17 +72,6 @@ def import_gguf(path: Path, cache_dir: Path) -> Path:
         _write_json(draft / "config.json", config)
         _write_json(draft / "tokenizer_config.json", _tokenizer_config(metadata))
     return folder
-
-
-def _read(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
-    """The file, and its fields by name. What the reader says of a torn one is about numpy's views, and helps nobody."""
-    try:
-        reader = GGUFReader(path)
-        return reader, {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, KeyError, IndexError, OverflowError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as GGUF: it is torn, or of a format that is not GGUF 2 or 3; download it again"
-        ) from error
 
 
 def _config(metadata: Mapping[str, Any], tensors: list[ReaderTensor], path: Path) -> dict[str, Any]:
