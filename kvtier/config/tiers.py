@@ -1,6 +1,5 @@
 """The tables `[cache]`, `[host]` and `[disk]`, of the tiers that an engine has itself."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,12 +19,12 @@ from kvtier.config.fields import (
     SyncName,
     WritePolicyName,
 )
+from kvtier.system.cores import usable_cores
 
 
 def default_load_threads(num_processes: int = 1) -> int:
     """`cache.load_threads` where it is left out, of each of so many processes on this host."""
-    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    share = num_cores // num_processes
+    share = usable_cores() // num_processes
     return 1 if share <= 2 else max(2, min(4, share // 4))
 
 

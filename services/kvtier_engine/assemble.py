@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from kvtier.errors import ConfigError
 from kvtier.identity.keys import BlockHasher, BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.offload import OTHER_COPIES, Cleaner, Hierarchy, PrefixTokens
+from kvtier.system.cores import usable_cores
 from kvtier.system.process_metrics import describe_process
 from kvtier_engine.events.kv_events import KVEvents
 from kvtier_engine.events.publisher import EventPublisher
@@ -88,7 +88,7 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     elif config.events.endpoint is not None:
         raise ConfigError("events.endpoint: engine.cache is false, so there are no blocks to tell of; leave one out")
     folder = open_model(path_of(section.model), cache_dir)
-    torch.set_num_threads(section.num_threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(section.num_threads or usable_cores())
     dtype = _DTYPES[section.dtype]
     kv = _allocate(config, folder, dtype, device)
     weights = weights_on(load_weights(folder.weight_files, folder.config, dtype), device)

@@ -7,6 +7,7 @@ from kvtier.config import Config
 from kvtier.config.findings import Finding, Severity, size_words
 from kvtier.errors import ConfigError
 from kvtier.net.address import is_loopback
+from kvtier.system.cores import usable_cores
 from kvtier_engine.model.weight_files import weight_files
 
 _MOST_TOKENS_PER_BLOCK = 256
@@ -29,6 +30,10 @@ def own_engine_findings(config: Config) -> Iterable[Finding]:
         yield Finding(Severity.WARNING, "engine.cache", "false: neither the pool nor the disk is used; set it to true")
     if engine.lossy_codec != "none" and engine.dtype != "bfloat16":
         yield Finding(Severity.ERROR, "engine.lossy_codec", 'needs engine.dtype = "bfloat16"; set it, or "none" here')
+    cores = usable_cores()
+    if engine.num_threads > cores:
+        text = f"{engine.num_threads} threads wait for each other on {cores} cores; set it to {cores} at most, or to 0"
+        yield Finding(Severity.WARNING, "engine.num_threads", text)
     tokens = config.cache.tokens_per_block
     if tokens > _MOST_TOKENS_PER_BLOCK or tokens & (tokens - 1):
         yield Finding(Severity.ERROR, "cache.tokens_per_block", f"{tokens}: this engine takes powers of two up to 256")

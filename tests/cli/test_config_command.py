@@ -79,6 +79,11 @@ def test_a_commented_line_of_a_file_to_begin_with_can_be_taken_in(tmp_path: Path
         (f"{ENGINE}[host]\ncapacity_bytes = '1000TiB'", "error", ["host.capacity_bytes", "lower it"]),
         (f"{ENGINE}[pool]\naddress = 'pool.site:7600'", "error", ["pool.address", "pool.site:7600 in the clear"]),
         (f"{ENGINE}[pool]\ninsecure = true\naddress = 'pool.site:7600'", "warning", ["pool.insecure", "in the clear"]),
+        (
+            f"{ENGINE}[engine]\nnum_threads = 1024",
+            "warning",
+            ["engine.num_threads", "1024 threads wait for each other"],
+        ),
         (f"{ENGINE}[engine]\nmodel = 'nowhere'", "error", ["engine.model", "is not there"]),
         (f"{POOL}listen = ['0.0.0.0:7600']", "error", ["pool_service.listen", "insecure"]),
         (f"{POOL}memory_bytes = '1000TiB'", "warning", ["pool_service.memory_bytes"]),

@@ -103,10 +103,15 @@ def test_a_file_system_without_direct_io(
 def test_a_container_with_few_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = tmp_path / "cpu.max"
     monkeypatch.setattr(machine, "_CPU_LIMIT", limit)
-    for text, level in (("max 100000", Level.OK), ("50000 100000", Level.WARNING)):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    for text, busy, level in (
+        ("max 100000", 3.0, Level.OK), ("max 100000", 5.5, Level.NOTE), ("50000 100000", 5.5, Level.WARNING)
+    ):  # fmt: skip
+        monkeypatch.setattr(os, "getloadavg", lambda busy=busy: (busy, 0.0, 0.0))
         limit.write_text(text)
         (line,) = [line for line in machine.machine_looks()[0].run() if line.subject == "cores"]
         assert line.level is level
+        assert level is not Level.NOTE or line.remedy.endswith("set engine.num_threads to 2")
     assert "the time of 0.5" in line.found
 
 

@@ -4,7 +4,6 @@ import os
 import platform
 import resource
 import shutil
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +14,7 @@ from kvtier.cli.doctor.lines import Level, Line, Look
 from kvtier.config.findings import size_words
 from kvtier.config.tiers import default_load_threads
 from kvtier.memory import memfd
+from kvtier.system.cores import usable_cores
 from kvtier.system.memory import available_bytes, total_bytes
 from kvtier.system.open_files import open_files_limit, reachable_open_files
 
@@ -47,7 +47,7 @@ def _memory() -> Line:
 
 
 def _cores() -> Line:
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    cores = usable_cores()
     nodes = len(list(_NODES.glob("node[0-9]*"))) or 1
     allowed = _allowed_cores()
     if allowed is not None and allowed < cores:
@@ -55,6 +55,12 @@ def _cores() -> Line:
         effect = "threads are as many as there are cores, and wait for each other"
         remedy = "raise the limit (docker run --cpus), or set cache.load_threads and engine.num_threads"
         return Line(Level.WARNING, "cores", found, effect, remedy)
+    of_host, busy = os.cpu_count() or 1, os.getloadavg()[0]
+    if busy > of_host / 2:
+        found = f"{cores} for this process; in the last minute {busy:.1f} threads have wanted the {of_host} of this host"
+        effect = "an engine on the CPU has a thread for each of its cores, and every step waits for the slowest"
+        remedy = f"where they are not the engine's own, set engine.num_threads to {max(1, int(of_host - busy))}"
+        return Line(Level.NOTE, "cores", found, effect, remedy)
     found = f"{cores} for this process, on {nodes} NUMA node{'s' if nodes > 1 else ''}"
     return Line(Level.OK, "cores", f"{found}; cache.load_threads is {default_load_threads()} unless it is set")
 
