@@ -57,7 +57,9 @@ def _cores() -> Line:
         return Line(Level.WARNING, "cores", found, effect, remedy)
     of_host, busy = os.cpu_count() or 1, os.getloadavg()[0]
     if busy > of_host / 2:
-        found = f"{cores} for this process; in the last minute {busy:.1f} threads have wanted the {of_host} of this host"
+        found = (
+            f"{cores} for this process; in the last minute {busy:.1f} threads have wanted the {of_host} of this host"
+        )
         effect = "an engine on the CPU has a thread for each of its cores, and every step waits for the slowest"
         remedy = f"where they are not the engine's own, set engine.num_threads to {max(1, int(of_host - busy))}"
         return Line(Level.NOTE, "cores", found, effect, remedy)
