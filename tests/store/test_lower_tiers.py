@@ -11,7 +11,7 @@ from kvtier.store.store import Store
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.common.write_policy import WritePolicy
-from pool_rig import BLUE, MIB, WAIT_S, core_rig, keys, payloads, until
+from pool_rig import BLUE, MIB, WAIT_S, CoreRig, core_rig, keys, payloads, until
 from remote_tier import RemoteTier, remote_tier
 
 SELECTIVE, WRITE_BACK = WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK
@@ -71,14 +71,19 @@ def test_a_redis_that_came_back_empty_is_filled_by_reads(tmp_path: Path, shared:
         until(lambda: has(shared, ["a"]))
 
 
+def failed(rig: CoreRig) -> float:
+    return rig.count("kvtier_pool_written_down_blocks_total", tier="redis", result="failed")
+
+
 def test_a_redis_that_fails_takes_nothing_away(tmp_path: Path, shared: RemoteTier) -> None:
     shared.fails = True
     with core_rig(tmp_path, remote=shared) as rig:
         for i in range(10):
             assert rig.store(i) is WriteStatus.STORED
+        until(lambda: failed(rig) >= 10)
         disk, redis = rig.core.drain(WAIT_S)
         assert (disk.num_memory_only, redis.num_memory_only) == (0, 10)
-        assert rig.count("kvtier_pool_written_down_blocks_total", tier="redis", result="failed") == 10
+        assert failed(rig) <= 20, "a drain may try once more what had failed before"
         assert rig.load(keys(range(10))) == payloads(range(10))
 
 
