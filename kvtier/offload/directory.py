@@ -255,7 +255,7 @@ class Directory:
     @property
     def is_moving(self) -> bool:
         """Whether movers may still work at a load or a save, even if its job is over."""
-        return len(self._loads) + len(self._saves) > 0
+        return bool(self._loads.batches or self._saves.batches)
 
     @property
     def is_telling(self) -> bool:
@@ -273,18 +273,18 @@ class Directory:
                 self._index.apply(rank, message)
             elif isinstance(message, Discarded) and message.batch_id in self._discards:
                 self._end_discard(message.batch_id, rank)
-            elif isinstance(message, Loaded) and message.batch_id in self._loads:
+            elif isinstance(message, Loaded) and message.batch_id in self._loads.batches:
                 self._loads.loaded(rank, message)
-            elif isinstance(message, Queued) and message.batch_id in self._loads:
+            elif isinstance(message, Queued) and message.batch_id in self._loads.batches:
                 self._loads.queued(rank, message.batch_id)
-            elif isinstance(message, Cancelled) and message.batch_id in self._loads:
+            elif isinstance(message, Cancelled) and message.batch_id in self._loads.batches:
                 self._loads.cancelled(rank, message.batch_id)
-            elif isinstance(message, Copied) and message.batch_id in self._saves:
+            elif isinstance(message, Copied) and message.batch_id in self._saves.batches:
                 self._saves.copied(rank, message)
-            elif isinstance(message, Stored) and message.batch_id in self._saves:
+            elif isinstance(message, Stored) and message.batch_id in self._saves.batches:
                 self._saves.stored(rank, message.batch_id)
                 self._note_refused(message)
-            elif isinstance(message, Stored) and message.batch_id in self._stores:
+            elif isinstance(message, Stored) and message.batch_id in self._stores.batches:
                 self._stores.stored(rank, message.batch_id)
                 self._note_refused(message)
             else:  # a bug in a mover must not end the engine

@@ -106,15 +106,8 @@ class Loads:
         self.speeds = Speeds(clock)
         self._jobs: dict[int, _Job] = {}
         """The loads under way, by id."""
-        self._batches: dict[int, _Batch] = {}
-        """The batches under way, by id."""
-
-    def __contains__(self, batch_id: int) -> bool:
-        return batch_id in self._batches
-
-    def __len__(self) -> int:
-        """Batches under way."""
-        return len(self._batches)
+        self.batches: dict[int, _Batch] = {}
+        """The batches under way, by id. Changed here alone."""
 
     def start(self, blocks: Sequence[Block], *, by_layer: bool = False) -> int:
         """Does the work of `Directory.start_load`."""
@@ -153,17 +146,17 @@ class Loads:
 
     def cancelled(self, rank: int, batch_id: int) -> None:
         """Notes that a rank keeps off the batch's device slots, but not off its arena slots."""
-        batch = self._batches[batch_id]
+        batch = self.batches[batch_id]
         batch.cancelled = True
         self._leave_device(batch, rank)
 
     def queued(self, rank: int, batch_id: int) -> None:
         """Notes that a rank has queued all copies of a load by layer, which leaves its device slots to the engine."""
-        self._leave_device(self._batches[batch_id], rank)
+        self._leave_device(self.batches[batch_id], rank)
 
     def loaded(self, rank: int, message: Loaded) -> None:
         """Notes that a rank is done with the batch."""
-        batch = self._batches[message.batch_id]
+        batch = self.batches[message.batch_id]
         batch.ok = [before and bool(now) for before, now in zip(batch.ok, message.ok, strict=True)]
         batch.seconds = max(batch.seconds, message.seconds)
         self._leave_arena(batch, rank)  # first, since a job ends with a use of what is in host memory by then
@@ -171,9 +164,9 @@ class Loads:
 
     def forget(self) -> set[BlockKey]:
         """Keeps nothing of what is under way in the arenas; returns it."""
-        for batch in self._batches.values():
+        for batch in self.batches.values():
             batch.forget = True
-        return {entry.key for batch in self._batches.values() for entry in batch.entries}
+        return {entry.key for batch in self.batches.values() for entry in batch.entries}
 
     def _issue(self, job: _Job) -> None:
         """Gives the movers as many of the job's blocks as have a slot. The rest waits for the next `advance`.
@@ -240,7 +233,7 @@ class Loads:
         ok, ranks = [True] * len(indexes), self._movers.ranks
         batch = _Batch(self._movers.new_id(), job, indexes, source, entries, way, ok, set(ranks), set(ranks))
         self.speeds.fetch_begins(source, len(indexes))
-        self._batches[batch.batch_id] = batch
+        self.batches[batch.batch_id] = batch
         job.open.add(batch.batch_id)
         blocks = [(job.names.get(index, job.blocks[index][0]), job.blocks[index][1]) for index in indexes]
         self._movers.send(LoadBatch(batch.batch_id, source, *columns(blocks, entries), way, job.trace, job.request_id))
@@ -269,7 +262,7 @@ class Loads:
         batch.on_arena.discard(rank)
         if batch.on_arena:
             return
-        del self._batches[batch.batch_id]
+        del self.batches[batch.batch_id]
         if batch.way == "direct":  # it had no slots there
             return
         entered: list[BlockKey] = []

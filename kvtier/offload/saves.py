@@ -63,17 +63,10 @@ class Saves:
         """:param on_end: told of every job that is over."""
         self._index, self._owed, self._settings = index, owed, settings
         self._movers, self._metrics, self._on_end = movers, metrics, on_end
-        self._batches: dict[int, _Batch] = {}
-        """Batches of saves by their ids."""
+        self.batches: dict[int, _Batch] = {}
+        """The batches under way, by id. Changed here alone."""
         self.num_blocks = 0
         """Arena slots that batches hold."""
-
-    def __contains__(self, batch_id: int) -> bool:
-        return batch_id in self._batches
-
-    def __len__(self) -> int:
-        """Batches under way."""
-        return len(self._batches)
 
     def start(self, blocks: Sequence[Block], room: int) -> int | None:
         """Copies at most `room` blocks; None when none was to be copied. See `Directory.start_save`."""
@@ -96,7 +89,7 @@ class Saves:
 
     def copied(self, rank: int, message: Copied) -> None:
         """Notes that a rank has read the batch's device slots. The last one makes its blocks readable in the arenas."""
-        batch = self._batches[message.batch_id]
+        batch = self.batches[message.batch_id]
         batch.ok = [before and bool(now) for before, now in zip(batch.ok, message.ok, strict=True)]
         batch.on_device.discard(rank)
         job = batch.job
@@ -120,11 +113,11 @@ class Saves:
 
     def stored(self, rank: int, batch_id: int) -> None:
         """Notes that the tiers have what a rank had to write. The last one ends the batch."""
-        batch = self._batches[batch_id]
+        batch = self.batches[batch_id]
         batch.on_arena.discard(rank)
         if batch.on_arena:
             return
-        del self._batches[batch_id]
+        del self.batches[batch_id]
         for entry, good in zip(batch.entries, batch.ok, strict=True):
             if good:
                 self._index.slots.unpin(entry)
@@ -134,20 +127,20 @@ class Saves:
 
     def forget(self) -> set[BlockKey]:
         """Keeps nothing of what is under way; returns it."""
-        for batch in self._batches.values():
+        for batch in self.batches.values():
             batch.forget = True
-        return {entry.key for batch in self._batches.values() for entry in batch.entries}
+        return {entry.key for batch in self.batches.values() for entry in batch.entries}
 
     def check(self) -> None:
         """Verifies the bookkeeping; raises `InvariantError`."""
-        saving = sum(len(batch.entries) for batch in self._batches.values())
+        saving = sum(len(batch.entries) for batch in self.batches.values())
         if saving != self.num_blocks:
             raise InvariantError(f"{saving} slots are being saved, counted {self.num_blocks}")
 
     def _send(self, job: _Job, indexes: list[int], entries: list[Entry[BlockKey]]) -> None:
         ranks = self._movers.ranks
         batch = _Batch(self._movers.new_id(), job, indexes, entries, [True] * len(indexes), set(ranks), set(ranks))
-        self._batches[batch.batch_id] = batch
+        self.batches[batch.batch_id] = batch
         job.open.add(batch.batch_id)
         blocks = [job.blocks[index] for index in indexes]
         self._movers.send(SaveBatch(batch.batch_id, self._owed.at_once, *columns(blocks, entries), tracing.context()))

@@ -30,17 +30,14 @@ class Stores:
     ) -> None:
         self._index, self._owed, self._settings, self._movers = index, owed, settings, movers
         self._depth = max(1, min(settings.write_back_blocks, index.slots.num_slots // 4))
-        self._batches: dict[int, _Batch] = {}
-        """Batches of stores by their ids."""
+        self.batches: dict[int, _Batch] = {}
+        """The batches under way, by id. Changed here alone."""
         self.num_blocks = 0
         """Arena slots that are pinned for stores."""
 
-    def __contains__(self, batch_id: int) -> bool:
-        return batch_id in self._batches
-
     def moving(self) -> set[BlockKey]:
         """Returns the blocks under way."""
-        return {entry.key for batch in self._batches.values() for entry in batch.entries}
+        return {entry.key for batch in self.batches.values() for entry in batch.entries}
 
     def issue(self, most: int) -> None:
         """Sends what is due, at most so many blocks; the rest stays due."""
@@ -54,11 +51,11 @@ class Stores:
 
     def stored(self, rank: int, batch_id: int) -> None:
         """Notes that the tier has what a rank had to write. The last one ends the batch."""
-        batch = self._batches[batch_id]
+        batch = self.batches[batch_id]
         batch.on_arena.discard(rank)
         if batch.on_arena:
             return
-        del self._batches[batch_id]
+        del self.batches[batch_id]
         self.num_blocks -= len(batch.entries)
         for entry in batch.entries:
             self._index.slots.unpin(entry)
@@ -68,6 +65,6 @@ class Stores:
         if not entries:
             return
         batch_id = self._movers.new_id()
-        self._batches[batch_id] = _Batch(entries, set(self._movers.ranks))
+        self.batches[batch_id] = _Batch(entries, set(self._movers.ranks))
         self.num_blocks += len(entries)
         self._movers.send(StoreBatch(batch_id, tier, [e.key for e in entries], [e.slot for e in entries]))
