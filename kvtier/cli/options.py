@@ -18,6 +18,13 @@ _P = ParamSpec("_P")
 STANDARD_OUTPUT = Path("-")
 
 
+def command_group(*, help: str) -> typer.Typer:
+    """Makes a group of commands with this help. Its first command is one of its own even while there is no other."""
+    group = typer.Typer(help=help, no_args_is_help=True, pretty_exceptions_enable=False)
+    group.callback()(lambda: None)
+    return group
+
+
 def print_json(value: Any) -> None:
     """Prints `value` to standard output, indented."""
     print(json.dumps(value, indent=2, ensure_ascii=False))

@@ -12,7 +12,7 @@ import typer
 
 from kvtier.build.span_export import exporting_spans
 from kvtier.cli.configuration.all_checks import findings_of
-from kvtier.cli.options import LogFormat, LogLevel, with_log_options
+from kvtier.cli.options import LogFormat, LogLevel, command_group, with_log_options
 from kvtier.config import Config, load_config
 from kvtier.config.findings import log_warnings
 from kvtier.config.tls_files import engine_tls
@@ -34,16 +34,7 @@ _SHUTDOWN_GRACE_S = 5
 
 _log = logging.getLogger(__name__)
 
-app = typer.Typer(
-    help="A small OpenAI-compatible engine that shares its KV cache.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-
-
-@app.callback()
-def _engine() -> None:
-    """Makes `serve` a command of its own although it is the only one."""
+app = command_group(help="A small OpenAI-compatible engine that shares its KV cache.")
 
 
 @app.command()

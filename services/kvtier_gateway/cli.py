@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.options import LogFormat, LogLevel, with_log_options
+from kvtier.cli.options import LogFormat, LogLevel, command_group, with_log_options
 from kvtier.config import Config, load_config
 from kvtier.config.findings import log_warnings
 from kvtier.config.reloading import Reloader
@@ -23,16 +23,7 @@ _LOOK_S = 1.0
 """Seconds between two looks whether the configuration's files have changed."""
 _log = logging.getLogger(__name__)
 
-app = typer.Typer(
-    help="A gateway in front of engines: API keys, tenants, routing.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-
-
-@app.callback()
-def _gateway() -> None:
-    """Makes `serve` a command of its own although it is the only one."""
+app = command_group(help="A gateway in front of engines: API keys, tenants, routing.")
 
 
 @app.command()

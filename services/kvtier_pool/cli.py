@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.build.span_export import exporting_spans
-from kvtier.cli.options import LogFormat, LogLevel, with_log_options
+from kvtier.cli.options import LogFormat, LogLevel, command_group, with_log_options
 from kvtier.config import Config, load_config, parse_config
 from kvtier.config.accepted import accepted_tokens
 from kvtier.config.findings import log_warnings
@@ -37,12 +37,7 @@ _GC_THRESHOLDS = (50_000, 20, 1_000)
 all requests waiting, and the books of a tier have no cycles."""
 
 _log = logging.getLogger(__name__)
-app = typer.Typer(help="The cache pool service.", no_args_is_help=True, pretty_exceptions_enable=False)
-
-
-@app.callback()
-def _pool() -> None:
-    """Makes `serve` a command of its own although it is the only one."""
+app = command_group(help="The cache pool service.")
 
 
 @app.command()

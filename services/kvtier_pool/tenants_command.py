@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.cli.options import print_json, telling_in_json
+from kvtier.cli.options import command_group, print_json, telling_in_json
 from kvtier.errors import ConfigError, InvalidInputError, KvtierError, UnavailableError
 from kvtier.identity.keys import tenant_id
 from kvtier_pool.credential_file import CredentialFile
@@ -20,7 +20,7 @@ from kvtier_pool.operator_socket import Lines, running_pools
 
 _PURGE_S = 900.0
 """Longer than a pool takes at the most."""
-app = typer.Typer(help="The tenants of a cache pool.", no_args_is_help=True, pretty_exceptions_enable=False)
+app = command_group(help="The tenants of a cache pool.")
 
 _Pid = Annotated[int | None, typer.Option(help="Process of the pool; needed where several run.")]
 _File = Annotated[Path, typer.Option("--config", help="The pool's TOML file, which is edited.")]

@@ -12,18 +12,14 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 
+from kvtier.cli.options import command_group
 from kvtier.errors import ConfigError
 from kvtier_pool.operator_client import ask, connected, received
 from kvtier_pool.operator_socket import Lines
 
 _SIZE = TypeAdapter(ByteSize)
 
-app = typer.Typer(help="Traces of a cache pool that runs.", no_args_is_help=True, pretty_exceptions_enable=False)
-
-
-@app.callback()
-def _trace() -> None:
-    """Makes `record` a command of its own although it is the only one."""
+app = command_group(help="Traces of a cache pool that runs.")
 
 
 @app.command()
