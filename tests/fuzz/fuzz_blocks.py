@@ -22,8 +22,9 @@ from kvtier.protocol.shared_memory import WORD
 from kvtier.store.retention import RetentionLimits
 from kvtier.testing.blocks import make_key, summed
 from kvtier.tiers.pool.carriage import Carriage
-from kvtier.tiers.pool.carried import SealedPayload, sealed_targets
+from kvtier.tiers.pool.carried import sealed_targets
 from kvtier.tiers.pool.connection import PoolConnection
+from kvtier.tiers.pool.sealed_blocks import SealedPayload
 from kvtier.tiers.pool.socket_transport import SocketTransport
 from kvtier_pool.audit import AuditLog
 from kvtier_pool.auth import Authenticator

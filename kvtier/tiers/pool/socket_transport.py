@@ -21,7 +21,6 @@ from kvtier.tiers.base import Item, Status, Usage, WriteStatus
 from kvtier.tiers.pool.carried import (
     Incoming,
     Outgoing,
-    SealedArrival,
     arriving,
     can_stream,
     carried,
@@ -31,6 +30,7 @@ from kvtier.tiers.pool.carried import (
 )
 from kvtier.tiers.pool.connection import PoolConnection
 from kvtier.tiers.pool.path_counts import PathCounts
+from kvtier.tiers.pool.sealed_blocks import SealedArrival
 
 _WRITE_PART_BYTES = 4 << 20
 """Payload of one request of a write: little enough to stay in the processor's cache from its checksum to the socket."""

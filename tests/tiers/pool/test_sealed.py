@@ -21,7 +21,7 @@ from kvtier.testing.blocks import make_payload, read_blocks, summed
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.pool.carriage import Carriage
-from kvtier.tiers.pool.carried import CARRIED_BYTES, SealedPayload, SealedTarget
+from kvtier.tiers.pool.sealed_blocks import CARRIED_BYTES, SealedPayload, SealedTarget
 from kvtier.tiers.pool.tier import PoolTier
 from pool_contract import OverPool, run_states
 from pool_rig import (

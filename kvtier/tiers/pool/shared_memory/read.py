@@ -12,7 +12,8 @@ from kvtier.errors import CorruptBlockError
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.pieces import Target
 from kvtier.tiers.pool.carriage import share
-from kvtier.tiers.pool.carried import Incoming, SealedTarget, helper_of
+from kvtier.tiers.pool.carried import Incoming, helper_of
+from kvtier.tiers.pool.sealed_blocks import SealedTarget
 from kvtier.tiers.pool.shared_memory.hold import HeldBlock, PartHold
 from kvtier.tiers.pool.shared_memory.link import MemoryLink
 

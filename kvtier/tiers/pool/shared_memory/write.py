@@ -16,7 +16,8 @@ from kvtier.protocol.groups import group, require_count
 from kvtier.protocol.shared_memory import WORD
 from kvtier.tiers.base import Item, WriteStatus
 from kvtier.tiers.pool.carriage import share
-from kvtier.tiers.pool.carried import Outgoing, SealedPayload, helper_of
+from kvtier.tiers.pool.carried import Outgoing, helper_of
+from kvtier.tiers.pool.sealed_blocks import SealedPayload
 from kvtier.tiers.pool.shared_memory.link import MemoryLink
 from kvtier.tiers.pool.shared_memory.session import Request
 
