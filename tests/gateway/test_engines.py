@@ -12,9 +12,10 @@ import httpx
 import pytest
 
 from cache_pool import TOKENS, WAIT_S, CachePool, until
-from engine_family import EngineFamily
+from engine_family import engine_family
 from free_port import free_port
 from gateway_rig import Gateway, gateway_file, running_gateway
+from kvtier_bench.processes.engines_process import EngineProcess
 from suspending import resume, suspend
 
 ENGINE = """
@@ -53,14 +54,15 @@ SETTINGS = 'probe_timeout_s = 1\nprobe_failures = 2\nstrategy = "priced"\npool_l
 class Site:
     """Three engines, of which the gateway begins with two."""
 
-    def __init__(self, folder: Path, pool: CachePool, family: EngineFamily, ports: list[int]) -> None:
-        self.folder, self.pool, self.family, self._ports = folder, pool, family, ports
+    def __init__(self, folder: Path, pool: CachePool, family: list[EngineProcess], ports: list[int]) -> None:
+        self.folder, self.pool, self._ports = folder, pool, ports
+        self.urls, self.pids = [each.url for each in family], [each.pid for each in family]
 
     def name_engines(self, *urls: str) -> Path:
         """Writes the gateway's file."""
         engines = []
         for url in urls:
-            events, replay = self._ports[2 * self.family.urls.index(url) :][:2]
+            events, replay = self._ports[2 * self.urls.index(url) :][:2]
             places = f'events = "tcp://{{host}}:{events}", events_replay = "tcp://{{host}}:{replay}"'
             engines.append(f'{{url = "{url}", {places}}}')
         settings = f'{SETTINGS}tokenizer = "{self.folder / "tiny"}"\n[pool]\naddress = "{self.pool.address}"\n'
@@ -78,7 +80,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         for number, config in enumerate(configs):
             events, replay = ports[2 * number :][:2]
             config.write_text(ENGINE.format(model=folder / "tiny", pool=pool.address, events=events, replay=replay))
-        with EngineFamily(folder / "tiny", configs, environ) as family:
+        with engine_family(folder / "tiny", configs, environ) as family:
             yield Site(folder, pool, family, ports)
 
 
@@ -102,7 +104,7 @@ def streamed(gateway: Gateway, **body: Any) -> list[int]:
 
 
 def test_engines_that_die_hang_and_come(site: Site) -> None:
-    urls, pids = site.family.urls, site.family.pids
+    urls, pids = site.urls, site.pids
     body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8}
     named = {"kv_transfer_params": {"kvtier": {"tenant": "red"}}}
     direct = httpx.post(f"{urls[2]}/v1/completions", json={**body, **named, "temperature": 0}, timeout=WAIT_S)

@@ -1,19 +1,15 @@
 """Several engines of a tiny random model, each a process of its own, for the price of importing torch once.
 
-As a program: `engine_family.py FOLDER CONFIG...` imports, forks one engine for each configuration, which writes its
-standard output beside that, and ends them when its standard input ends.
+As a program: `engine_family.py FOLDER CONFIG...` makes the model where it is missing, and serves.
 """
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 
-from cache_pool import until
+from kvtier_bench.processes.engines_process import EngineProcess, engine_processes, serve
 
 VOCABULARY = 300
 TEMPLATE = (
@@ -22,32 +18,14 @@ TEMPLATE = (
 )
 
 
-class EngineFamily:
-    """A context manager: leaving it kills all engines."""
+def engine_family(
+    folder: Path, configs: Sequence[Path], environ: Mapping[str, str]
+) -> AbstractContextManager[list[EngineProcess]]:
+    """Engines with these configurations, in their order; leaving the context kills them.
 
-    def __init__(self, folder: Path, configs: Sequence[Path], environ: Mapping[str, str]) -> None:
-        """:param folder: where the model is, or is made: each configuration names it."""
-        self._folder, self._configs, self._environ = folder, configs, environ
-
-    def __enter__(self) -> "EngineFamily":
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self._folder), *map(str, self._configs)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **self._environ},
-        )
-        assert self._process.stdout is not None
-        self.pids = json.loads(self._process.stdout.readline() or "[]")
-        outputs = [config.with_suffix(".out") for config in self._configs]
-        until(lambda: all("\n" in output.read_text() for output in outputs), "engines are ready")
-        self.urls = [output.read_text().split("url=")[1].strip() for output in outputs]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.communicate(timeout=60)
+    :param folder: where the model is, or is made: each configuration names it.
+    """
+    return engine_processes(configs, environ, [__file__, str(folder)])
 
 
 def make_model(folder: Path) -> None:
@@ -97,35 +75,9 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def _main(folder: Path, configs: Sequence[Path]) -> None:
-    # All that an engine needs, before the first fork.
-    import uvicorn  # noqa: F401
-
-    import kvtier_engine.api.server
-    import kvtier_engine.assemble  # noqa: F401
-    from kvtier.config import load_config
-    from kvtier.system.logs import set_up_logs
-    from kvtier_engine.cli import run
-
     if not folder.exists():
         make_model(folder)
-    pids = []
-    for config in configs:
-        output = config.with_suffix(".out").open("w")
-        pid = os.fork()
-        if not pid:
-            os.dup2(output.fileno(), 1)
-            os.close(0)
-            with config.with_suffix(".log").open("w") as log:
-                set_up_logs(stream=log)
-                run(load_config(config))
-            os._exit(0)
-        output.close()
-        pids.append(pid)
-    print(json.dumps(pids), flush=True)
-    sys.stdin.read()
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    serve(configs)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class FleetRig:
         self._environ = {"BENCH_SECRET": _SECRET, "BENCH_TOKEN": pool.token}
         self._pool = f'[pool]\naddress = "{pool.unix}"\n'
         configs = [self._engine(number, with_pool) for with_pool in (False, True) for number in range(NUM_ENGINES)]
-        urls = stack.enter_context(engine_processes(configs, self._environ))
+        urls = [url for _, url in stack.enter_context(engine_processes(configs, self._environ))]
         self.urls = {False: urls[:NUM_ENGINES], True: urls[NUM_ENGINES:]}
         """The addresses of engines, by whether they have the pool."""
 

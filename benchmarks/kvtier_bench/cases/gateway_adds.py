@@ -1,6 +1,5 @@
 """What the gateway adds to a request, beside parsing it, hashing its blocks and looking their keys up."""
 
-import asyncio
 import os
 import time
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import uvloop
 from prometheus_client import CollectorRegistry
 from pydantic_core import from_json, to_json
 
@@ -108,7 +108,7 @@ def _measured(rig: _Rig, num_keys: int, calls: int) -> list[Case]:
             await rig.ours(body)
             _note(ours, time.perf_counter() - begun_s)
 
-    asyncio.run(run())
+    uvloop.run(run())  # as the gateway does
     name = f"{num_keys:,} keys"
     return [
         Case.of(FLOOR, name, floor, unit="request"),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtier.config import load_config
 from kvtier.errors import KvtierError
@@ -21,29 +22,43 @@ _START_S = 240.0
 _LOOK_S = 0.1
 
 
+class EngineProcess(NamedTuple):
+    """An engine that serves."""
+
+    pid: int
+    url: str
+
+
 @contextmanager
-def engine_processes(configs: Sequence[Path], environ: Mapping[str, str]) -> Iterator[list[str]]:
-    """The URLs of engines with these configurations, in their order; leaving the context kills them."""
+def engine_processes(
+    configs: Sequence[Path], environ: Mapping[str, str], program: Sequence[str] = ("-m", __name__)
+) -> Iterator[list[EngineProcess]]:
+    """Engines with these configurations, in their order; leaving the context kills them.
+
+    :param program: arguments of Python before the configurations, of what calls `serve` with them.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__, *map(str, configs)], stdin=subprocess.PIPE, env={**os.environ, **environ}
+        [sys.executable, *program, *map(str, configs)], stdin=subprocess.PIPE, env={**os.environ, **environ}
     )
     try:
-        yield [_url(config, process) for config in configs]
+        yield [_started(config, process) for config in configs]
     finally:
         process.communicate()
 
 
-def _url(config: Path, process: "subprocess.Popen[bytes]") -> str:
+def _started(config: Path, process: "subprocess.Popen[bytes]") -> EngineProcess:
     deadline = time.monotonic() + _START_S
     output = config.with_suffix(".out")
-    while not output.exists() or "\n" not in output.read_text():
+    while not output.exists() or output.read_text().count("\n") < 2:
         if process.poll() is not None or time.monotonic() > deadline:
             raise KvtierError(f"an engine did not start; see {config.with_suffix('.log')}")
         time.sleep(_LOOK_S)
-    return output.read_text().partition("url=")[2].split()[0]
+    pid, ready = output.read_text().splitlines()[:2]
+    return EngineProcess(int(pid), ready.partition("url=")[2].split()[0])
 
 
-def _main(configs: Sequence[Path]) -> None:
+def serve(configs: Sequence[Path]) -> None:
+    """Forks an engine for each configuration, and kills them when the standard input has ended."""
     # All that an engine needs, before the first fork.
     import uvicorn  # noqa: F401
 
@@ -58,6 +73,7 @@ def _main(configs: Sequence[Path]) -> None:
             with config.with_suffix(".out").open("w") as output, config.with_suffix(".log").open("w") as log:
                 os.dup2(output.fileno(), 1)
                 os.close(0)
+                print(os.getpid(), flush=True)
                 set_up_logs(stream=log)
                 run(load_config(config))
             os._exit(0)
@@ -69,4 +85,4 @@ def _main(configs: Sequence[Path]) -> None:
 
 
 if __name__ == "__main__":
-    _main([Path(each) for each in sys.argv[1:]])
+    serve([Path(each) for each in sys.argv[1:]])
