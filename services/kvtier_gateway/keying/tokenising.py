@@ -5,6 +5,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class PromptTokens:
 
     def _of_chat(self, messages: Sequence[Mapping[str, Any]]) -> Tokens:
         text = self._prompts.chat_text(messages)
-        pieces = [text] if self._cut is None else self._cut.split(text)
+        pieces = [text] if self._cut is None else _with_their_special(self._cut.split(text))
         found = [self._remembered(b"chat", piece, add_special_tokens=False) for piece in pieces if piece]
         return np.concatenate(found) if found else np.zeros(0, dtype=np.int32)
 
@@ -114,6 +115,11 @@ def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
     """Finds special tokens, and keeps them when it splits."""
     texts = sorted((each.content for each in tokenizer.get_added_tokens_decoder().values()), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else re.compile("(?!)")
+
+
+def _with_their_special(parts: Sequence[str]) -> list[str]:
+    """Half as many pieces to remember: every special token, which is each second part, with the text after it."""
+    return [parts[0], *map(add, parts[1::2], parts[2::2])]
 
 
 def _is_separable(tokenizer: Tokenizer) -> bool:
