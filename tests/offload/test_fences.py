@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from threading import Event
 
@@ -184,6 +184,21 @@ def test_of_loads_that_go_together_a_cancelled_one_keeps_off_the_device(mover: M
         submit(mover, kept, cancelled, CancelBatch(cancelled.batch_id))
     assert len(answers(mover, Loaded, 4)) == 4
     assert sorted(device.moved) == [[0], [1], [2]]
+
+
+def test_loads_that_go_together_share_the_time(mover: Mover, device: Device) -> None:
+    one, three = load(2), load(3, 4, 5)
+    with ExitStack() as until_the_others_are_there:
+        with held(device):
+            for batch in (load(0), load(1)):
+                submit(mover, batch)
+            until(lambda: len(device.waits) == 2 or None)
+            until_the_others_are_there.enter_context(held(device))
+            submit(mover, one, three)
+        answers(mover, Loaded, 2)
+        device.copy_s = 8.0
+    found = {loaded.batch_id: loaded.seconds for loaded in answers(mover, Loaded, 2)}
+    assert found == {one.batch_id: 2.0, three.batch_id: 6.0}
 
 
 def test_a_copy_that_fails_fails_for_all_that_went_with_it(

@@ -98,7 +98,7 @@ class Fetcher:
                 ok, waited_s = self._bring(batch, after)
             except Exception:
                 self._log_failure(batch)
-        self._loaded(batch, ok, begun_s, waited_s)
+        self._loaded([batch], ok, begun_s, waited_s)
 
     def _log_failure(self, batch: LoadBatch) -> None:
         """Logs the exception that is being handled, as the batch's. Whatever it is, the engine hears and computes."""
@@ -125,18 +125,27 @@ class Fetcher:
             for batch in batches:
                 self._log_failure(batch)
             is_ok = False
-        for batch in batches:
-            self._loaded(batch, bytes([is_ok]) * len(batch.keys), begun_s, waited_s)
+        num_blocks = sum(len(batch.keys) for batch in batches)
+        self._loaded(batches, bytes([is_ok]) * num_blocks, begun_s, waited_s)
 
-    def _loaded(self, batch: LoadBatch, ok: bytes, begun_s: float, waited_s: float) -> None:
-        """Tells the directory that a load is over."""
+    def _loaded(self, batches: Sequence[LoadBatch], ok: bytes, begun_s: float, waited_s: float) -> None:
+        """Tells the directory that loads of one tier are over. Each has its blocks' share of the time.
+
+        :param ok: a byte for each block of all batches, in order.
+        """
+        source = batches[0].source
         with self._lock:
-            del self._running[batch.batch_id]
+            for batch in batches:
+                del self._running[batch.batch_id]
             # Batches of one tier that run side by side share what it can do: no time counts twice. What the engine's
             # own work took does not count at all: it says nothing of the tier.
-            now, before_s = MONOTONIC(), self._loaded_s.get(batch.source, 0.0)
-            seconds, self._loaded_s[batch.source] = max(0.0, now - max(begun_s + waited_s, before_s)), now
-        self._answers.post(Loaded(batch.batch_id, ok, seconds))
+            now, before_s = MONOTONIC(), self._loaded_s.get(source, 0.0)
+            seconds, self._loaded_s[source] = max(0.0, now - max(begun_s + waited_s, before_s)), now
+        start = 0
+        for batch in batches:
+            of_batch = ok[start : start + len(batch.keys)]
+            self._answers.post(Loaded(batch.batch_id, of_batch, seconds * len(of_batch) / max(1, len(ok))))
+            start += len(of_batch)
 
     def _bring(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
         """Returns which blocks are on the device, and the seconds that the copy waited for the engine."""
