@@ -35,11 +35,11 @@ def test_the_first_of_many_transfers_are_copied_while_the_others_are_asked_for()
     driver = Driver()
     dma = BatchedDma.of_driver(driver)
     assert dma is not None
-    source = torch.randint(0, 256, (2500, 3), dtype=torch.uint8)
+    source = torch.randint(0, 256, (5000, 3), dtype=torch.uint8)
     target = torch.zeros_like(source)
-    dma.copy(addresses_of(target), addresses_of(source), np.full(2500, 3), LANE_STREAM, from_host=True)
+    dma.copy(addresses_of(target), addresses_of(source), np.full(5000, 3), LANE_STREAM, from_host=True)
     assert torch.equal(target, source)
-    assert [len(call.sizes) for call in driver.calls] == [1024, 1024, 452]
+    assert [len(call.sizes) for call in driver.calls] == [1024, 1536, 2304, 136]
 
 
 def test_bytes_arrive() -> None:

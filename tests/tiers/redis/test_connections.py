@@ -29,11 +29,21 @@ from redis_rig import (
 server = pytest.fixture(fresh_redis)
 
 
+def held() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    return psutil.Process().num_fds(), threading.active_count()
+
+
+def no_more_than(before: tuple[int, int]) -> bool:
+    """Whether no more is held. It may be less: what earlier tests have left can end meanwhile."""
+    return all(now <= then for now, then in zip(held(), before, strict=True))
+
+
 def test_a_connection_that_comes_too_late_is_closed(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a name takes long to resolve: the call ends in time, and nobody writes into its buffers later."""
     patient = connect(server.url)
     assert patient.write(items(1)) == [WriteStatus.STORED]
-    before = psutil.Process().num_fds(), threading.active_count()
+    before = held()
     go_on, resolving = threading.Event(), threading.Event()
     resolve = socket.getaddrinfo
 
@@ -52,14 +62,14 @@ def test_a_connection_that_comes_too_late_is_closed(server: RedisServer, monkeyp
     assert errors(metrics, "read", "UnavailableError") == 1
     tier.close()
     go_on.set()
-    poll(lambda: (psutil.Process().num_fds(), threading.active_count()) == before)
+    poll(lambda: no_more_than(before))
     assert into == bytes(BLOCK_BYTES)
     assert patient.lookup(KEYS[:1]) == [Status.HIT], "nobody discards it late, either"
     patient.close()
 
 
 def test_many_threads_at_once_and_nothing_left_behind(server: RedisServer) -> None:
-    before = psutil.Process().num_fds(), threading.active_count()
+    before = held()
     tier = connect(server.url)
     tier.write(items(16))
     start = threading.Barrier(12)
@@ -74,11 +84,11 @@ def test_many_threads_at_once_and_nothing_left_behind(server: RedisServer) -> No
         for result in [executor.submit(work, worker) for worker in range(12)]:
             result.result(WAIT_S)
     tier.close()
-    poll(lambda: (psutil.Process().num_fds(), threading.active_count()) == before)
+    poll(lambda: no_more_than(before))
 
 
 def test_failed_calls_leave_nothing_behind(server: RedisServer) -> None:
-    before = psutil.Process().num_fds(), threading.active_count()
+    before = held()
     failing: list[Callable[[], None]] = [server.kill, server.start]
     tier = connect(server.url, call_timeout_s=0.2)
     for fail in failing * 3:
@@ -90,7 +100,7 @@ def test_failed_calls_leave_nothing_behind(server: RedisServer) -> None:
         for _ in range(3):
             tier.lookup(KEYS)
     tier.close()
-    poll(lambda: (psutil.Process().num_fds(), threading.active_count()) == before)
+    poll(lambda: no_more_than(before))
 
 
 def test_close_waits_for_a_call_that_waits_for_the_server(server: RedisServer) -> None:
