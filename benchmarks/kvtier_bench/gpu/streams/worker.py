@@ -23,6 +23,7 @@ from kvtier.offload import (
 )
 from kvtier.offload import loads as loads_module
 from kvtier.offload.messages import Loaded
+from kvtier.offload.mover import copy_queue
 from kvtier.offload.mover import threads as mover_threads
 from kvtier.tiers.host.tier import HostTier
 from kvtier_bench.gpu.simulation.cuda import SimulatedCuda
@@ -135,9 +136,11 @@ def worker(
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(acting_movers(timeline, lambda: _START_S))
-        if fences is Fences.AT_ITS_TURN:  # copies from and to host memory had one thread then, and loans one size
+        if fences is Fences.AT_ITS_TURN:
+            # Copies from and to host memory had one thread then, and were of one batch each; loans had one size.
             stack.enter_context(mock.patch.object(mover_threads, "_HOST_LOADS", 1))
             stack.enter_context(mock.patch.object(mover_threads, "_SAVES", 1))
+            stack.enter_context(mock.patch.object(copy_queue, "_MOST_BYTES", 0))
             stack.enter_context(mock.patch.object(loads_module, "_MANY_LOANS", num_blocks))
         stack.enter_context(simulated_launches(cuda))
         stack.enter_context(timeline.acting())
