@@ -20,6 +20,7 @@ from kvtier_bench.gpu import __main__ as command
 from kvtier_bench.gpu.measuring.rows import Bar, held_to
 from kvtier_bench.gpu.measuring.setting import Setting
 from kvtier_bench.gpu.run import child as child_module
+from kvtier_bench.gpu.run import runner
 from kvtier_bench.gpu.run.journal import Journal, Outcome, document, outcomes_of
 from kvtier_bench.gpu.run.parts import GRACE_S, SECOND, TOTAL_S, Part
 from kvtier_bench.gpu.run.render import load, markdown
@@ -295,3 +296,8 @@ def test_the_exit_status_of_what_is_tied(tmp_path: Path) -> None:
     assert status(os.getpid(), "sh", "-c", "kill -KILL $$") == 128 + signal.SIGKILL
     assert status(os.getpid() + 1, "touch", str(tmp_path / "ran")) == 128 + signal.SIGTERM, "its parent is another one"
     assert not (tmp_path / "ran").exists()
+
+
+def test_output_that_is_kept_names_no_folder_of_the_machine() -> None:
+    said = runner._without_paths(f'File "{Path.cwd()}/kvtier/clock.py"; File "{sys.prefix}/lib/torch/cuda.py"')
+    assert said == 'File "kvtier/clock.py"; File "lib/torch/cuda.py"'

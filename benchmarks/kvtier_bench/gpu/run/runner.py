@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvtier.clock import MONOTONIC, Clock
@@ -59,6 +60,14 @@ def run_parts(run: Run, parts: Sequence[Part]) -> Iterator[Outcome]:
         yield outcome
 
 
+def _without_paths(said: str) -> str:
+    """Returns the output without the folders of the checkout and of Python: results are kept where others read them."""
+    folders = {Path.cwd(), Path(sys.prefix), Path(sys.base_prefix)}
+    for folder in sorted(map(str, folders), key=len, reverse=True):
+        said = said.replace(f"{folder}/", "")
+    return said
+
+
 def _run(run: Run, part: Part, budget_s: float) -> Outcome:
     begin = run.clock()
     run.journal.begin(part.name, run.facts)
@@ -68,7 +77,7 @@ def _run(run: Run, part: Part, budget_s: float) -> Outcome:
     with tempfile.TemporaryFile() as log:
         problem = _wait_for(command, log.fileno(), budget_s + GRACE_S)
         log.seek(0)
-        said = log.read().decode(errors="replace").strip()[-_TAIL_CHARACTERS:]
+        said = _without_paths(log.read().decode(errors="replace").strip())[-_TAIL_CHARACTERS:]
     run.journal.end(part.name, seconds=run.clock() - begin, problem=problem, said=said)
     return next(outcome for outcome in run.journal.outcomes() if outcome.part == part.name)
 
