@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cache_pool import TOKENS, WAIT_S, CachePool, until
-from engine_family import engine_family
+from engine_family import VOCABULARY, engine_family
 from free_port import free_port
 from gateway_rig import Gateway, gateway_file, running_gateway
 from kvtier_bench.processes.engines_process import EngineProcess
@@ -131,11 +131,10 @@ def test_engines_that_die_hang_and_come(site: Site) -> None:
 
         until(follows_prefix, "a request goes where its prefix is")
 
-        # A client that goes away ends its request in the engine.
-        with (
-            gateway.client("alice") as client,
-            client.stream("POST", "/v1/completions", json={**body, "max_tokens": 1500, "stream": True}) as answer,
-        ):
+        # A client that goes away ends its request in the engine. The answer is a long one: no token ends it early.
+        long = {**body, "temperature": 0, "max_tokens": 1500, "logit_bias": {str(VOCABULARY - 1): -100}, "stream": True}
+        with gateway.client("alice") as client, client.stream("POST", "/v1/completions", json=long) as answer:
+            assert answer.status_code == 200, answer.read()
             next(answer.iter_raw())
         until(lambda: cancelled(urls) >= 1, "an engine has cancelled the request")
 
