@@ -19,8 +19,8 @@ from kvtier.store.metrics import StoreMetrics
 from kvtier.tiers.base import Usage
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.gauges import MemoryGauges, RankMemory
+from kvtier_engine.scheduling.completion import Completion
 from kvtier_engine.scheduling.metrics import EngineMetrics
-from kvtier_engine.scheduling.request import Completion
 
 MIB = 1 << 20
 

@@ -18,8 +18,9 @@ from engine_rig import PATIENCE_S, MakeRig, RunningEngine, judge, prompt, rigs
 from hierarchy_rig import Held, pool_tier
 from kvtier.errors import ClosedError
 from kvtier.tiers.base import Tier
+from kvtier_engine.scheduling.completion import Completion
 from kvtier_engine.scheduling.engine import Engine, EngineLimits
-from kvtier_engine.scheduling.request import Completion, Sampling
+from kvtier_engine.scheduling.sampling_params import Sampling
 from suspending import suspend
 
 TOKENS = prompt(41)

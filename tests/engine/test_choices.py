@@ -12,7 +12,7 @@ from engine_http_rig import PacedModel, ServedEngine, served_engine
 from engine_process import official_client, until
 from engine_rig import prompt
 from kvtier_engine.scheduling.beam_search import BeamSettings
-from kvtier_engine.scheduling.request import Sampling
+from kvtier_engine.scheduling.sampling_params import Sampling
 from naive_answers import naive_answer, naive_beams
 
 TOKENS = prompt(13)

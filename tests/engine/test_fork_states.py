@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine_rig import EngineRig, prompt
 from kvtier_engine.scheduling.beam_search import BeamSettings
-from kvtier_engine.scheduling.request import Sampling
+from kvtier_engine.scheduling.sampling_params import Sampling
 from naive_answers import naive_answer, naive_beams
 
 _DOCUMENTS = [prompt(26, seed=seed) for seed in range(2)]

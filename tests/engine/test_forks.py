@@ -9,8 +9,9 @@ from torch import Tensor
 from engine_rig import MODEL, TOKENS_PER_BLOCK, VOCABULARY, EngineRig, MakeRig, judge, prompt, rigs
 from kvtier.errors import InvalidInputError
 from kvtier_engine.model.paged_kv import PagedKV
+from kvtier_engine.scheduling.completion import Completion
 from kvtier_engine.scheduling.engine import Engine, EngineLimits
-from kvtier_engine.scheduling.request import Completion, Sampling
+from kvtier_engine.scheduling.sampling_params import Sampling
 from naive_answers import naive_answer
 
 make_rig = pytest.fixture(rigs)

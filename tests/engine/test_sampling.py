@@ -11,8 +11,9 @@ from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarp
 from engine_rig import CONFIG, MODEL, TOKENS_PER_BLOCK, MakeRig, judge, prompt, rigs
 from kvtier_engine.model.llama import Chunk
 from kvtier_engine.model.paged_kv import allocate_kv
-from kvtier_engine.scheduling.request import Request, Sampling
+from kvtier_engine.scheduling.request import Request
 from kvtier_engine.scheduling.sampling import _adjusted, sample
+from kvtier_engine.scheduling.sampling_params import Sampling
 
 make_rig = pytest.fixture(rigs)
 ONE_IN_A_MILLION = 13.8

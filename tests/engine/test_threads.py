@@ -15,8 +15,9 @@ from kvtier.errors import ClosedError, ConfigError, InvalidInputError, LimitExce
 from kvtier.tiers.base import Tier
 from kvtier_engine.assemble import assembled_engine
 from kvtier_engine.model.paged_kv import PagedKV
+from kvtier_engine.scheduling.completion import Completion
 from kvtier_engine.scheduling.engine import Engine, EngineLimits
-from kvtier_engine.scheduling.request import Completion, Sampling
+from kvtier_engine.scheduling.sampling_params import Sampling
 
 make_rig = pytest.fixture(rigs)
 pool = pytest.fixture(pool_tier)

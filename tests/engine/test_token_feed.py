@@ -6,7 +6,7 @@ import threading
 import time
 
 from engine_rig import PATIENCE_S
-from kvtier_engine.scheduling.request import Completion, NewToken
+from kvtier_engine.scheduling.completion import Completion, NewToken
 from kvtier_engine.scheduling.token_feed import TokenFeed
 
 DONE = Completion(token_ids=(), finish_reason="length", num_prompt_tokens=1, cached_by_tier={}, ttft_s=0.0)

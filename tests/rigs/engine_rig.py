@@ -33,12 +33,14 @@ from kvtier_engine.model.llama import LlamaModel
 from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.paged_kv import PagedKV, allocate_kv
 from kvtier_engine.model.weights import LayerWeights, LlamaWeights
+from kvtier_engine.scheduling.completion import Completion, NewToken
 from kvtier_engine.scheduling.engine import Engine, EngineLimits
 from kvtier_engine.scheduling.fetch_planning import FetchPlanning, PendingPolicy
 from kvtier_engine.scheduling.metrics import EngineMetrics
 from kvtier_engine.scheduling.partial_reuse import PartialReuse
 from kvtier_engine.scheduling.prefix_cache import PrefixCache
-from kvtier_engine.scheduling.request import Completion, NewToken, Request, Sampling
+from kvtier_engine.scheduling.request import Request
+from kvtier_engine.scheduling.sampling_params import Sampling
 from kvtier_engine.scheduling.scheduler import Scheduler, SchedulerSettings
 
 TOKENS_PER_BLOCK = 4

@@ -20,8 +20,8 @@ from kvtier_bench.vllm.engine_process import EngineProcess
 from kvtier_bench.vllm.plain_engine import vllm_engine
 
 if TYPE_CHECKING:
+    from kvtier_engine.scheduling.completion import Completion
     from kvtier_engine.scheduling.engine import Engine
-    from kvtier_engine.scheduling.request import Completion
 
 FLOOR, ONE = "8 requests", "one with n = 1"
 WAYS: Mapping[str, tuple[int, int]] = {FLOOR: (8, 1), "one with n = 8": (1, 8), ONE: (1, 1)}
@@ -99,7 +99,7 @@ def _serve_vllm(engine: EngineProcess, answer_tokens: int, into: _Measured, prom
 
 
 def _serve(engine: "Engine", answer_tokens: int, way: tuple[int, int], into: _Measured, prompt: list[int]) -> None:
-    from kvtier_engine.scheduling.request import Sampling
+    from kvtier_engine.scheduling.sampling_params import Sampling
 
     forgotten: list[int | None] = []
     engine.reset_cache(forgotten.append)

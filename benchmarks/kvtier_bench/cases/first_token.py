@@ -7,8 +7,9 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import KvtierError
+from kvtier_engine.scheduling.completion import Completion
 from kvtier_engine.scheduling.engine import Engine
-from kvtier_engine.scheduling.request import Completion, Sampling
+from kvtier_engine.scheduling.sampling_params import Sampling
 
 _PATIENCE_S = 10.0
 

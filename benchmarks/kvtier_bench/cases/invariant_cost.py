@@ -77,7 +77,8 @@ def _asking(
     """Asks so many requests at once, and waits for all answers."""
 
     def ask() -> None:
-        from kvtier_engine.scheduling.request import Completion, Sampling
+        from kvtier_engine.scheduling.completion import Completion
+        from kvtier_engine.scheduling.sampling_params import Sampling
 
         done: list[Completion] = []
         for _ in range(together):

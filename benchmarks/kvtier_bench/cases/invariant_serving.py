@@ -22,8 +22,9 @@ from kvtier_engine.assemble import engine_of
 from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.paged_kv import PagedKV, allocate_kv
+from kvtier_engine.scheduling.completion import Completion, NewToken
 from kvtier_engine.scheduling.engine import Engine
-from kvtier_engine.scheduling.request import Completion, NewToken, Sampling
+from kvtier_engine.scheduling.sampling_params import Sampling
 
 _MOST_NAMED = 3
 """Differences of a condition that are named one by one."""

@@ -22,7 +22,7 @@ from kvtier_bench.vllm.plain_engine import vllm_engine
 
 if TYPE_CHECKING:
     from kvtier_engine.assemble import AssembledEngine
-    from kvtier_engine.scheduling.request import Completion
+    from kvtier_engine.scheduling.completion import Completion
 
 FLOOR = "fcfs, whole blocks"
 ENGINES: Mapping[str, Mapping[str, Any]] = {
@@ -112,7 +112,7 @@ def config_of(path: Path, dtype: str, threads: int, kv_tokens: int, settings: Ma
 
 def _serve(assembled: "AssembledEngine", work: str, seed: int) -> Round:
     """Serves one round from an empty cache."""
-    from kvtier_engine.scheduling.request import Sampling
+    from kvtier_engine.scheduling.sampling_params import Sampling
 
     engine, forgotten = assembled.engine, list[int | None]()
     engine.reset_cache(forgotten.append)

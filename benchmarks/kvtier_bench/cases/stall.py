@@ -127,7 +127,8 @@ def _serve(
     assembled: "AssembledEngine", prompt: list[int], answer_tokens: int, calls: TimedCalls, into: _Engine
 ) -> None:
     """Serves one request, and adds what it took."""
-    from kvtier_engine.scheduling.request import Completion, Sampling
+    from kvtier_engine.scheduling.completion import Completion
+    from kvtier_engine.scheduling.sampling_params import Sampling
 
     completions: list[Completion] = []
     engine, before_s = assembled.engine, _step_s(assembled)

@@ -1,23 +1,22 @@
 """The block protocol to the cache pool: what engines speak. Imports no grpc."""
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from kvtier.clock import MONOTONIC
 from kvtier.codec.stored_form import HEADER_BYTES, header_from_checksum
-from kvtier.errors import ClosedError, CorruptBlockError, UnavailableError
+from kvtier.errors import CorruptBlockError
 from kvtier.identity.keys import NamespaceId, StoreKey, TenantId
 from kvtier.memory.pieces import together
 from kvtier.metrics import Metrics
 from kvtier.net.address import Address
-from kvtier.net.tls import ClientTls, require_credentials
+from kvtier.net.tls import ClientTls
 from kvtier.protocol.arriving import CHECKSUM, ArrivingBlock, receive_blocks
 from kvtier.protocol.block import MAX_FRAME_BLOCKS, Fields, Verb
 from kvtier.protocol.groups import group, require_count, windows
 from kvtier.protocol.retention import PinStatus
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus
+from kvtier.tiers.pool.calls import PoolCalls
 from kvtier.tiers.pool.carried import (
     Incoming,
     Outgoing,
@@ -36,10 +35,7 @@ _WRITE_PART_BYTES = 4 << 20
 """Payload of one request of a write: little enough to stay in the processor's cache from its checksum to the socket."""
 _STREAMED_PART_BYTES = 16 << 20
 """Payload of one request of a write of blocks that are made while they are sent."""
-_Call = AbstractContextManager[tuple[PoolConnection, Fields]]
 _T = TypeVar("_T")
-_MAX_IDLE = 8
-"""Connections kept for the next call; more threads than that at a time connect anew."""
 
 
 class _WithoutPins(Exception):
@@ -47,11 +43,7 @@ class _WithoutPins(Exception):
 
 
 class SocketTransport:
-    """`PoolTransport` over a few connections, one for each thread that is in a call. Any thread.
-
-    Connects when a call needs it. A connection that the pool has closed meanwhile, e.g. by a restart, is
-    replaced by a fresh one and the call made again, once, as long as no answer has come. A call that fails or
-    is late closes its connection, so that no late byte meets another call or its buffers.
+    """`PoolTransport` over the connections of `PoolCalls`. Any thread.
 
     The tenant is the token's: the transport sends no tenant, and the pool answers for no other.
     """
@@ -77,24 +69,20 @@ class SocketTransport:
         :param namespaces: all that will be used, for the pool to hold us to; none: any may be.
         :param metrics: takes the bytes moved, by path: `unix`, `tcp` or `tls`.
         """
-        self._address = Address.parse(address)
-        require_credentials(token, None if self._address.path else tls)
-        self._token, self._tenant = token, tenant
-        self._tls, self._namespaces = tls, tuple(namespaces)
-        self._connect_timeout_s = connect_timeout_s
-        path = "unix" if self._address.path else "tcp" if tls is None else "tls"
+        where = Address.parse(address)
+        self._calls = PoolCalls(
+            where, token, tenant, connect_timeout_s=connect_timeout_s, tls=tls, namespaces=namespaces
+        )
+        path = "unix" if where.path else "tcp" if tls is None else "tls"
         self._counts = PathCounts(path, metrics)
-        self._lock = threading.Lock()
-        self._idle: list[PoolConnection] = []
-        """Ready for a call, the one used last at the end. Guarded by _lock."""
-        self._closed = False
-        """Guarded by _lock."""
 
     def connect(self) -> None:
         """Opens a connection ahead of the first call. Blocks up to `connect_timeout_s`; raises as the verbs do."""
-        with self._translated():
-            connection = self.open_connection(MONOTONIC() + self._connect_timeout_s)
-        self._give_back(connection)
+        self._calls.connect()
+
+    def open_connection(self, deadline: float) -> PoolConnection:
+        """Returns a connection that belongs to the caller, who closes it."""
+        return self._calls.open_connection(deadline)
 
     def lookup(self, keys: Sequence[StoreKey], timeout_s: float) -> list[Status]:
         """Asks for a status per key, in order, in one request."""
@@ -110,7 +98,7 @@ class SocketTransport:
         deadline = MONOTONIC() + timeout_s
         with (
             self._counts.timed("read"),
-            self._call(Verb.READ, {"groups": grouped.fields}, deadline) as (connection, answer),
+            self._calls.call(Verb.READ, {"groups": grouped.fields}, deadline) as (connection, answer),
         ):
             while statuses := answer.members("statuses", Status):
                 places = grouped.order[num_answered : num_answered + len(statuses)]
@@ -175,7 +163,7 @@ class SocketTransport:
         """
         grouped = group(keys)
         fields: dict[str, object] = {"groups": grouped.fields, **({"writes": True} if writes else {})}
-        with self._call(Verb.LOOKUP, fields, deadline) as (_, answer):
+        with self._calls.call(Verb.LOOKUP, fields, deadline) as (_, answer):
             return grouped.in_batch_order(answer.members("statuses", Status)), answer
 
     def _send(self, items: Sequence[Item[Outgoing]], deadline: float, *, may_stream: bool = False) -> list[WriteStatus]:
@@ -197,7 +185,7 @@ class SocketTransport:
         statuses = [WriteStatus.FAILED] * len(items)
         if not parts:
             return statuses
-        with self._counts.timed("write"), self._call_with(send, deadline) as (connection, answer):
+        with self._counts.timed("write"), self._calls.call_with(send, deadline) as (connection, answer):
             for at, (start, stop) in enumerate(parts):
                 answer = answer if at == 0 else connection.receive_answer(deadline)
                 of_part = answer.members("statuses", WriteStatus)
@@ -208,7 +196,7 @@ class SocketTransport:
 
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
         """Forgets these keys, in one request; returns how many were there."""
-        with self._call(Verb.DISCARD, {"groups": group(keys).fields}, MONOTONIC() + timeout_s) as (_, answer):
+        with self._calls.call(Verb.DISCARD, {"groups": group(keys).fields}, MONOTONIC() + timeout_s) as (_, answer):
             return answer.number("num_discarded")
 
     def pin(self, keys: Sequence[StoreKey], ttl_ms: int, timeout_s: float) -> list[PinStatus] | None:
@@ -227,7 +215,7 @@ class SocketTransport:
 
     def usage(self, timeout_s: float) -> Usage:
         """Blocks and bytes of this tenant in the tier of the pool that keeps most of them, and that tier's capacity."""
-        with self._call(Verb.USAGE, {}, MONOTONIC() + timeout_s) as (_, answer):
+        with self._calls.call(Verb.USAGE, {}, MONOTONIC() + timeout_s) as (_, answer):
             tiers = [
                 Usage(tier.number("num_blocks"), tier.number("used_bytes"), tier.number("capacity_bytes"))
                 for tier in answer.maps("tiers")
@@ -236,9 +224,7 @@ class SocketTransport:
 
     def close(self) -> None:
         """Closes what is idle now, and the connections of calls in flight when they end. Idempotent."""
-        with self._lock:
-            self._closed = True
-        self._drop_idle()
+        self._calls.close()
 
     def _ask_of_pins(
         self, verb: Verb, fields: Mapping[str, object], timeout_s: float, parse: Callable[[Fields], _T]
@@ -253,85 +239,10 @@ class SocketTransport:
             connection.send(verb, fields, (), deadline)
 
         try:
-            with self._call_with(send, deadline) as (_, answer):
+            with self._calls.call_with(send, deadline) as (_, answer):
                 return parse(answer)
         except _WithoutPins:
             return None
-
-    def _call(self, verb: Verb, fields: Mapping[str, object], deadline: float) -> _Call:
-        """One request without a payload; see `_call_with`."""
-        return self._call_with(lambda connection: connection.send(verb, fields, (), deadline), deadline)
-
-    @contextmanager
-    def _call_with(
-        self, send: Callable[[PoolConnection], None], deadline: float
-    ) -> Iterator[tuple[PoolConnection, Fields]]:
-        """One or several requests. Gives the first answer, and the connection for more; takes it back when all is well.
-
-        :param send: sends the requests. Called again with another connection if need be.
-        """
-        with self._translated():
-            connection, answer = self._ask(send, deadline)
-            try:
-                yield connection, answer
-                connection.require_end()
-            except BaseException:
-                connection.close()
-                raise
-        self._give_back(connection)
-
-    def _ask(self, send: Callable[[PoolConnection], None], deadline: float) -> tuple[PoolConnection, Fields]:
-        """The first answer, and the connection that it came on."""
-        used = self._take_idle()
-        if used is not None:
-            try:
-                return used, _first_answer(used, send, deadline)
-            except ConnectionError:
-                used.close()
-                self._drop_idle()  # of the same age, so most likely closed as well
-            except BaseException:
-                used.close()
-                raise
-        fresh = self.open_connection(min(deadline, MONOTONIC() + self._connect_timeout_s))
-        try:
-            return fresh, _first_answer(fresh, send, deadline)
-        except BaseException:
-            fresh.close()
-            raise
-
-    def open_connection(self, deadline: float) -> PoolConnection:
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the connection to the pool is closed")
-        return PoolConnection.open(
-            self._address, self._token, self._tenant, deadline, tls=self._tls, namespaces=self._namespaces
-        )
-
-    def _take_idle(self) -> PoolConnection | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
-
-    def _give_back(self, connection: PoolConnection) -> None:
-        with self._lock:
-            kept = not self._closed and len(self._idle) < _MAX_IDLE
-            if kept:
-                self._idle.append(connection)
-        if not kept:
-            connection.close()
-
-    def _drop_idle(self) -> None:
-        with self._lock:
-            dropped, self._idle = self._idle, []
-        for connection in dropped:
-            connection.close()
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Whatever a connection fails with, as one of kvtier's exceptions."""
-        try:
-            yield
-        except OSError as error:
-            raise UnavailableError(f"pool at {self._address}: {error}") from error
 
 
 def _send_whole(connection: PoolConnection, part: Sequence[Item[Outgoing]], deadline: float) -> None:
@@ -352,8 +263,3 @@ def _send_streamed(connection: PoolConnection, part: Sequence[Item[Outgoing]], d
     }
     nbytes = sum(len(payload) + CHECKSUM.size for _, payload, _ in part)
     connection.send_streamed(Verb.WRITE, fields, streamed(part), nbytes, deadline)
-
-
-def _first_answer(connection: PoolConnection, send: Callable[[PoolConnection], None], deadline: float) -> Fields:
-    send(connection)
-    return connection.receive_answer(deadline)

@@ -21,7 +21,7 @@ from typing import Any
 from kvtier_engine.api.generation import Piece
 from kvtier_engine.api.logprobs import ChatLogprobs, CompletionLogprobs, Spelling
 from kvtier_engine.api.tool_answers import ToolAnswer
-from kvtier_engine.scheduling.request import Completion, Logprobs
+from kvtier_engine.scheduling.completion import Completion, Logprobs
 
 TIERS = ("device", "host", "disk", "pool")
 LAST_EVENT = b"data: [DONE]\n\n"

@@ -12,9 +12,10 @@ from starlette.requests import Request as HttpRequest
 
 from kvtier.errors import KvtierError
 from kvtier_engine.api.http_requests import ApiError
+from kvtier_engine.scheduling.completion import Completion, Logprobs, NewToken
 from kvtier_engine.scheduling.engine import Engine
-from kvtier_engine.scheduling.request import Completion, Logprobs, NewToken, Sampling
 from kvtier_engine.scheduling.request_spans import RequestSpans
+from kvtier_engine.scheduling.sampling_params import Sampling
 from kvtier_engine.scheduling.token_feed import TokenFeed
 from kvtier_engine.text.answer_text import AnswerText
 

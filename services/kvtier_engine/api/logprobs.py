@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvtier_engine.scheduling.request import Logprobs
+from kvtier_engine.scheduling.completion import Logprobs
 from kvtier_engine.text.detokenizer import Detokenizer
 
 

@@ -27,9 +27,10 @@ from kvtier_engine.api.request_tenants import RequestTenants
 from kvtier_engine.api.requests import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, ResetBody, SamplingBody
 from kvtier_engine.api.tool_answers import ToolAnswer
 from kvtier_engine.scheduling.beam_search import BeamSettings
+from kvtier_engine.scheduling.completion import Completion
 from kvtier_engine.scheduling.engine import Engine
-from kvtier_engine.scheduling.request import Completion, Constraint, Sampling
 from kvtier_engine.scheduling.request_spans import RequestSpans
+from kvtier_engine.scheduling.sampling_params import Constraint, Sampling
 from kvtier_engine.text.answer_text import AnswerText
 from kvtier_engine.text.tokenizer import ChatTokenizer
 

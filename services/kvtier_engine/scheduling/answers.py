@@ -3,8 +3,9 @@
 from torch import Tensor
 
 from kvtier.clock import Clock
+from kvtier_engine.scheduling.completion import Completion, FinishReason, NewToken
 from kvtier_engine.scheduling.metrics import EngineMetrics
-from kvtier_engine.scheduling.request import Completion, FinishReason, NewToken, Request, Stage
+from kvtier_engine.scheduling.request import Request, Stage
 from kvtier_engine.scheduling.sampling import logprobs_of, sample
 
 

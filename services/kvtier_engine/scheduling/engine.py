@@ -11,8 +11,10 @@ from kvtier.errors import ClosedError, InvalidInputError, KvtierError, LimitExce
 from kvtier.identity.keys import BlockHasher
 from kvtier.offload import Hierarchy
 from kvtier_engine.model.paged_kv import PagedKV
-from kvtier_engine.scheduling.request import DoneCallback, FinishReason, Request, Sampling, TokenCallback
+from kvtier_engine.scheduling.completion import DoneCallback, FinishReason, TokenCallback
+from kvtier_engine.scheduling.request import Request
 from kvtier_engine.scheduling.request_spans import RequestSpans
+from kvtier_engine.scheduling.sampling_params import Sampling
 from kvtier_engine.scheduling.scheduler import Scheduler
 
 _STUCK_WAIT_S = 0.005

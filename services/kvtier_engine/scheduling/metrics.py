@@ -4,7 +4,7 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvtier_engine.scheduling.request import Completion, FinishReason
+from kvtier_engine.scheduling.completion import Completion, FinishReason
 
 _TTFT_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier_engine.scheduling.request import Logprobs, Request
+from kvtier_engine.scheduling.completion import Logprobs
+from kvtier_engine.scheduling.request import Request
 
 _FIRST_LOOK = 256
 """This many of the likeliest tokens nearly always hold a nucleus; finding them costs a fortieth of sorting all."""

@@ -11,10 +11,11 @@ from kvtier_engine.model.llama import Chunk
 from kvtier_engine.model.paged_kv import PagedKV
 from kvtier_engine.scheduling.answers import Answers
 from kvtier_engine.scheduling.branching import Branching
+from kvtier_engine.scheduling.completion import FinishReason
 from kvtier_engine.scheduling.compute_times import ComputeTimes
 from kvtier_engine.scheduling.metrics import EngineMetrics
 from kvtier_engine.scheduling.prefix_cache import Admission, PrefixCache
-from kvtier_engine.scheduling.request import FinishReason, Request, Stage
+from kvtier_engine.scheduling.request import Request, Stage
 from kvtier_engine.scheduling.staged_requests import StagedRequests
 from kvtier_engine.scheduling.waiting_order import LongestPrefixFirst
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 
-from kvtier_engine.scheduling.request import Completion, NewToken
+from kvtier_engine.scheduling.completion import Completion, NewToken
 
 
 class TokenFeed:
