@@ -14,6 +14,7 @@ from kvtier.codec.stored_form import decode, encode_header
 from kvtier.config.credentials import AcceptedToken, Role
 from kvtier.errors import CorruptBlockError, KvtierError
 from kvtier.identity.keys import StoreKey
+from kvtier.net.address import Address
 from kvtier.net.wrong_protocol import PRELUDE_BYTES
 from kvtier.protocol.block import Result, decode_header, decode_prelude, encode_head
 from kvtier.protocol.block_socket import FrameSocket
@@ -21,6 +22,7 @@ from kvtier.protocol.groups import group
 from kvtier.protocol.shared_memory import WORD
 from kvtier.store.retention import RetentionLimits
 from kvtier.testing.blocks import make_key, summed
+from kvtier.tiers.pool.calls import PoolCalls
 from kvtier.tiers.pool.carriage import Carriage
 from kvtier.tiers.pool.carried import sealed_targets
 from kvtier.tiers.pool.connection import PoolConnection
@@ -42,6 +44,7 @@ _IN_STEPS = 0x02
 """Whether bytes come a few at a time."""
 _STEP = 13
 _SIZE = 600
+_NOWHERE = Address.parse("unix:/nowhere")
 _KEYS = [KEY, make_key("absent")]
 _PAYLOAD = payload_of(_SIZE)
 _SUMMED = summed(KEY, _PAYLOAD)
@@ -165,17 +168,23 @@ def _engine_seeds() -> list[bytes]:
     return [flagged(flags | verb << 2, body) for verb, body in answers for flags in (0, MENDED, _IN_STEPS)]
 
 
-class _Fed(SocketTransport):
-    """A transport with one connection, which is a stream that a test has made, and no way to another one."""
+class _FedCalls(PoolCalls):
+    """Calls over one connection, which is a stream that a test has made, and no way to another one."""
 
     def __init__(self, stream: FeedStream) -> None:
-        super().__init__("unix:/nowhere", TOKENS["red"], RED)
+        super().__init__(_NOWHERE, TOKENS["red"], RED, connect_timeout_s=1.0, tls=None, namespaces=())
         connection = PoolConnection(stream)  # type: ignore[arg-type]
         connection.max_pin_s = 60.0
         self._idle.append(connection)
 
     def open_connection(self, deadline: float) -> PoolConnection:
         raise ConnectionRefusedError("there is no other")
+
+
+def _fed(stream: FeedStream) -> SocketTransport:
+    transport = SocketTransport(str(_NOWHERE), TOKENS["red"], RED)
+    transport._calls = _FedCalls(stream)
+    return transport
 
 
 @contextlib.contextmanager
@@ -188,7 +197,7 @@ def _engine() -> Iterator[Execute]:
             return
         flags = data[0]
         sent = mended_frames(data[1:]) if flags & MENDED else data[1:]
-        transport = _Fed(FeedStream(sent, _STEP if flags & _IN_STEPS else len(sent) + 1))
+        transport = _fed(FeedStream(sent, _STEP if flags & _IN_STEPS else len(sent) + 1))
         into = [bytearray(_SIZE) for _ in _KEYS]
         targets = sealed_targets(_KEYS, [memoryview(b) for b in into], keys if flags & _SEALED else None)
         hits: list[int] = []
