@@ -7,7 +7,7 @@ export KVTIER__ENGINE__MODEL_CACHE_DIR := $(CURDIR)/.venv/models
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test lint unit gpu gpu-wheels test-triton test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak soak-weights soak-kernels chaos fuzz bench peers proto lock sbom clean
+.PHONY: demo test lint unit gpu gpu-wheels test-triton test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak soak-weights soak-kernels soak-sweeps chaos fuzz bench peers proto lock sbom clean
 
 demo: .venv/engine.stamp
 	$(BIN)/kvtier demo $(DEMO_ARGS)
@@ -22,19 +22,20 @@ lint: .venv/dev.stamp
 
 # Three files at a time: tests wait for processes a third of their time. What computes has one thread: threads of two models
 # that wait for each other in loops take for ever. `test-triton` has the tests of what `make gpu` runs, and compiles kernels for
-# other chips; `soak-kernels` for all of them with both.
+# other chips; `soak-kernels` for all of them with both, and `soak-sweeps` has all examples of what has many.
 unit: .venv/dev.stamp
-	KVTIER__ENGINE__NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 KVTIER_TEST_CHIPS="90 100 120" \
+	KVTIER__ENGINE__NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 KVTIER_TEST_CHIPS="100" \
 		$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/bench/gpu --ignore=tests/bench/races $(PYTEST_ARGS)
 
-# The kernels, and what `make gpu` runs, under the oldest Triton that may be beside them, which is that of many machines with
-# a GPU: interpreted, and compiled ahead of time. About 4 minutes.
+# The kernels, compiled ahead of time, and what `make gpu` runs, under the oldest Triton that may be beside them, which is that of
+# many machines with a GPU. About 4 minutes.
 OLDEST_TRITON := 3.6.0
 WITH_OLDEST_TRITON := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.venv/triton-$(OLDEST_TRITON)
 test-triton: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
 	$(WITH_OLDEST_TRITON) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(OLDEST_TRITON)", triton'
-	$(WITH_OLDEST_TRITON) KVTIER_TEST_CHIPS="80 86 89" \
-		$(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/kernels tests/bench/gpu tests/bench/races
+	$(WITH_OLDEST_TRITON) KVTIER_TEST_CHIPS="80 86 89 90 120" \
+		$(BIN)/python -m pytest -n 2 --dist load --ignore=tests/kernels/test_interpreted.py $(PYTEST_ARGS) \
+		tests/kernels tests/bench/gpu tests/bench/races
 
 .venv/triton-$(OLDEST_TRITON): .venv/dev.stamp
 	rm -rf $@ $@.part
@@ -66,9 +67,9 @@ test-sglang: .venv/sglang
 	$(PYTHON) tools/environments/sglang.py --into $@
 
 # A pool with random readers and writers that are killed and stopped, for 10 minutes; the pool dies too. Then below
-# SGLang: faults at the moments of tests/sglang/test_faults.py, 10 times over, about 10 minutes more. First `soak-weights` and
-# `soak-kernels`.
-soak: .venv/dev.stamp .venv/sglang soak-weights soak-kernels
+# SGLang: faults at the moments of tests/sglang/test_faults.py, 10 times over, about 10 minutes more. First `soak-weights`,
+# `soak-kernels` and `soak-sweeps`.
+soak: .venv/dev.stamp .venv/sglang soak-weights soak-kernels soak-sweeps
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak/soak.py --json .venv/soak.json $(SOAK_ARGS)
 	$(TEST_SGLANG) KVTIER_TEST_SGLANG_FAULT_ROUNDS=10 .venv/sglang/bin/python -m pytest $(PYTEST_ARGS) tests/sglang/test_faults.py
 
@@ -77,12 +78,18 @@ soak: .venv/dev.stamp .venv/sglang soak-weights soak-kernels
 soak-weights: .venv/vllm
 	$</bin/python tests/vllm/soak_weights.py --requests 10000 --changes 20 --json .venv/soak-weights.json $(SOAK_WEIGHTS_ARGS)
 
-# What all default kernels take of all chips, by the newest and the oldest Triton, against docs/kernel-resources.md. About
-# 5 minutes.
+# What all default kernels take of all chips, by the newest and the oldest Triton, against docs/kernel-resources.md, and all that
+# is interpreted, by the oldest. About 7 minutes.
 COMPILED := tests/kernels/test_resources.py tests/kernels/test_ahead_of_time.py tests/kernels/test_movement_ahead_of_time.py
 soak-kernels: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
 	KVTIER_TEST_ALL_KERNELS="80 90 100" $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) $(COMPILED)
-	KVTIER_TEST_ALL_KERNELS="80 90 100" $(WITH_OLDEST_TRITON) $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) $(COMPILED)
+	KVTIER_TEST_ALL_KERNELS="80 90 100" $(WITH_OLDEST_TRITON) $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) $(COMPILED) \
+		tests/kernels/test_interpreted.py
+
+# All examples of tests of which `make test` runs some. About 6 minutes.
+SWEPT := tests/kernels/test_interpreted.py tests/offload/test_states.py tests/policies/test_learned.py tests/tiers/host/test_one_order.py
+soak-sweeps: .venv/dev.stamp
+	KVTIER_TEST_SWEEPS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) $(SWEPT)
 
 # Engines on a real model under faults of networks, processes, disks, Redis and clocks, every answer compared, for 5 minutes;
 # every kind of fault over every path of a pool, 10 seconds each; 400 processes killed over a disk, and 30 pools in the middle

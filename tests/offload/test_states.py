@@ -15,6 +15,7 @@ from kvtier.testing.blocks import make_packable_payload
 from kvtier.testing.states import StoreStateMachine, batches, store_settings
 from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.common.write_policy import WritePolicy
+from sweeps import IN_FULL
 
 FAULTS = {"write": errno.ENOSPC, "create": errno.EIO, "read": errno.EMFILE, "remove": errno.EROFS}
 
@@ -131,7 +132,7 @@ def test_states_against_a_dict(tmp_path: Path, policy: WritePolicy, leases: bool
                     leased.update(leased=self.store.leased.num_leased, taken_back=self.store.leased.num_taken_back)
                 super().teardown()
 
-    Machine.TestCase.settings = store_settings(max_examples=60, num_steps=40)
+    Machine.TestCase.settings = store_settings(max_examples=300 if IN_FULL else 30, num_steps=40)
     Machine.TestCase().runTest()
     assert hits["host"] > 0, "a machine that never hits proves nothing"
     assert not leases or leased["leased"] > leased["taken_back"] > 0

@@ -29,6 +29,7 @@ from kvtier_kernels.attention.paged_decode import paged_decode
 from kvtier_kernels.attention.prefix_prefill import prefix_prefill
 from kvtier_kernels.scoring import Scoring
 from kvtier_kernels.tiles import Tile
+from sweeps import IN_FULL
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DTYPE_IDS = ["float32", "bfloat16", "float16"]
@@ -239,7 +240,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=50 if IN_FULL else 10, deadline=None, derandomize=not IN_FULL)
 @given(
     case=cases(),
     dtype=st.sampled_from(DTYPES),

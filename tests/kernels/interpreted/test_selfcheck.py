@@ -28,6 +28,7 @@ def _less_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck_invariance, "NUM_ROWS", 24)
     monkeypatch.setattr(selfcheck_copies, "NUM_PAIRS", 3)
     monkeypatch.setattr(selfcheck_copies, "NUM_PARTS", 2)
+    monkeypatch.setattr(selfcheck_copies, "CHECKSUM_BYTES", (56, 2**16 + 8, 2**17))
 
 
 def test_right_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
