@@ -22,7 +22,7 @@ def demo(
     model: Annotated[Path | None, typer.Option(help="Model folder or GGUF file; default: SmolLM2-135M.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Less of everything: a third of the time.")] = False,
 ) -> None:
-    """The whole story in two minutes: engines share a KV cache, pools stop and die, tenants stay apart.
+    """The whole story in three minutes: engines share a KV cache, pools stop and die, tenants stay apart.
 
     Everything is real: a cache pool, engines on the CPU, and a Redis where one is installed, in processes of their own
     that have ended when this ends. Progress is on standard error. Exit code 1 when something is not as it must be.
