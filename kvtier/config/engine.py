@@ -76,7 +76,8 @@ class EngineConfig(Section):
     """Whether, on CUDA, a request that is alone, and whose prefix is in host memory, begins to compute when the first
     layer of that prefix has been copied to the device, instead of all of it. Saves most of the shorter of copying and
     computing: a quarter of both together with 16,384 cached tokens of an 8B model on an H200. Without effect on the
-    CPU, with `lossy_codec` or `cache.verify_loads = "device"`, and where a layer of a block is smaller than 32 KiB.
+    CPU, with `lossy_codec` or `cache.verify_loads = "device"`, for models with sliding windows (Gemma), and where a
+    layer of a block is smaller than 32 KiB.
     False: requests wait until all has been copied."""
     cuda_graphs: bool = True
     """Whether, on CUDA, steps in which every request has one new token are replayed from graphs, captured at the start

@@ -115,6 +115,15 @@ def split_block_key(key: BlockKey) -> tuple[TenantId, ChainHash]:
     return TenantId(key[:TENANT_ID_BYTES]), ChainHash(key[TENANT_ID_BYTES:])
 
 
+def group_key(key: BlockKey, label: bytes, group: int) -> BlockKey:
+    """What a KV group calls its part of the block with this key.
+
+    :param label: whose groups these are: the same number means another thing to another engine.
+    """
+    tenant, chain_hash = split_block_key(key)
+    return BlockKey(tenant + hashlib.sha256(label + group.to_bytes(2, "big") + chain_hash).digest())
+
+
 def rank_keys(keys: Iterable[BlockKey], namespace: NamespaceId) -> list[StoreKey]:
     """What tiers call these blocks' parts in one rank."""
     if len(namespace) != NAMESPACE_ID_BYTES:

@@ -29,7 +29,8 @@ from kvtier_engine.model.arriving_kv import ArrivingKV
 from kvtier_engine.model.cuda_graphs import with_cuda_graphs
 from kvtier_engine.model.devices import device_kv, engine_device, layered_loads, weights_on
 from kvtier_engine.model.fingerprint import arithmetic_fingerprint
-from kvtier_engine.model.llama import Chunk, LlamaModel
+from kvtier_engine.model.kv_groups import KVGroups
+from kvtier_engine.model.llama import LlamaModel, over_all_blocks
 from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.model_folder import DEFAULT_CACHE_DIR, ModelFolder, open_model
 from kvtier_engine.model.paged_kv import PagedKV, allocate_kv, bytes_per_block, kv_namespace
@@ -41,6 +42,7 @@ from kvtier_engine.scheduling.metrics import EngineMetrics
 from kvtier_engine.scheduling.partial_reuse import PartialReuse
 from kvtier_engine.scheduling.prefix_cache import PrefixCache
 from kvtier_engine.scheduling.scheduler import Model, Scheduler, SchedulerSettings
+from kvtier_engine.scheduling.windowed_blocks import WindowedBlocks
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -104,7 +106,13 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     describe_process(registry)
     lossy_codec = "" if section.lossy_codec == "none" else section.lossy_codec
     namespace = kv_namespace(
-        folder.config, folder.weights_digest, dtype, device, lossy_codec=lossy_codec, fingerprint=fingerprint
+        folder.config,
+        folder.weights_digest,
+        dtype,
+        device,
+        lossy_codec=lossy_codec,
+        fingerprint=fingerprint,
+        groups=kv.groups,
     )
     with engine_of(config, model, folder.config, kv, namespace, registry, adapters=adapters) as engine:
         yield AssembledEngine(engine, folder, registry)
@@ -147,7 +155,8 @@ def engine_of(  # noqa: PLR0913 - the parts that it is put together from
                     checks_loads=checks_loads,
                 )
             )
-            if section.layerwise_loads and not checks_loads:  # who computes meanwhile cannot be told of a wrong block
+            # Who computes meanwhile cannot be told of a wrong block, nor begin anew without one that windows need.
+            if section.layerwise_loads and not checks_loads and not kv.groups.num_windowed:
                 layered = layered_loads(copies, kv)
             if layered is not None:
                 kv = ArrivingKV(kv.tensor, layered)
@@ -165,19 +174,24 @@ def engine_of(  # noqa: PLR0913 - the parts that it is put together from
             block_pool, events = _observed(stack, config, kv, hierarchy)
             if tiers.clean_ahead_blocks:
                 cleaner = Cleaner(block_pool, hierarchy, tiers.metrics, depth_blocks=tiers.clean_ahead_blocks)
+        windowed = WindowedBlocks(block_pool, kv.tokens_per_block, kv.groups)
         cache = PrefixCache(
             block_pool,
+            windowed,
             kv.tokens_per_block,
             kv.copy_tokens,
             hierarchy=hierarchy,
             cleaner=cleaner,
             layerwise_loads=layered is not None,
-            planning=FetchPlanning(hierarchy, kv.tokens_per_block, tokens=tokens) if hierarchy is not None else None,
+            planning=FetchPlanning(hierarchy, windowed, kv.tokens_per_block, tokens=tokens)
+            if hierarchy is not None
+            else None,
             partial_reuse=PartialReuse(
                 block_pool,
                 kv.tokens_per_block,
                 max_blocks=max(_REMEMBERED_BLOCKS, 4 * kv.num_blocks),
                 hierarchy=hierarchy,
+                num_windowed=windowed.num_groups,
             )
             if section.partial_reuse and section.cache
             else None,
@@ -253,7 +267,8 @@ def _require_block_size(tokens_per_block: int) -> None:
 
 
 def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> PagedKV:
-    block_bytes = bytes_per_block(folder.config, config.cache.tokens_per_block, dtype)
+    groups = KVGroups.of(folder.config)
+    block_bytes = bytes_per_block(folder.config, config.cache.tokens_per_block, dtype, groups)
     num_blocks = int(config.engine.kv_bytes) // block_bytes
     if num_blocks < 1:
         raise ConfigError(
@@ -261,10 +276,11 @@ def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype, device: t
             f"give at least the {block_bytes * 64:,} of 64 blocks"
         )
     log.info(
-        "%d blocks of %d tokens, %d bytes each, on %s", num_blocks, config.cache.tokens_per_block, block_bytes, device
-    )
+        "%d blocks of %d tokens, %d bytes each, on %s; a token has %d",
+        num_blocks, config.cache.tokens_per_block, block_bytes, device, 1 + groups.num_windowed,
+    )  # fmt: skip
     try:
-        return allocate_kv(folder.config, num_blocks, config.cache.tokens_per_block, dtype, device)
+        return allocate_kv(folder.config, num_blocks, config.cache.tokens_per_block, dtype, device, groups)
     except (RuntimeError, TypeError) as error:  # what torch raises for no memory, and for more than 2**63 blocks
         raise ConfigError(f"engine.kv_bytes: {int(config.engine.kv_bytes):,} bytes cannot be had; lower it") from error
 
@@ -291,8 +307,8 @@ def compile_for_long_sequences(model: LlamaModel, kv: PagedKV, config: ModelConf
     A follow-up to a long prompt, a decode of one, and decodes of as many as may be, all of the same blocks: if it is
     not worth while to read those once for all of them, it never is. Computes into blocks that nobody has.
     """
-    length, table = min(config.max_position_embeddings, kv.num_blocks * kv.tokens_per_block), range(kv.num_blocks)
+    length = min(config.max_position_embeddings, kv.num_blocks * kv.tokens_per_block)
     few = min(_FOLLOW_UP_TOKENS, length)
-    decode = Chunk([0], length - 1, table)
-    for chunks in ([Chunk([0] * few, length - few, table)], [decode], [decode] * max_running):
+    decode = over_all_blocks(kv, [0], length - 1)
+    for chunks in ([over_all_blocks(kv, [0] * few, length - few)], [decode], [decode] * max_running):
         model.forward(chunks, kv)

@@ -9,8 +9,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine_rig import EngineRig, prompt
+from engine_rig import MODEL, WINDOWED_MODEL, EngineRig, prompt
+from kvtier_engine.model.llama import LlamaModel
 from kvtier_engine.scheduling.beam_search import BeamSettings
+from kvtier_engine.scheduling.request import NO_BLOCK
 from kvtier_engine.scheduling.sampling_params import Sampling
 from naive_answers import naive_answer, naive_beams
 
@@ -18,30 +20,43 @@ _DOCUMENTS = [prompt(26, seed=seed) for seed in range(2)]
 
 
 @cache
-def _naive(tokens: tuple[int, ...], sampling: Sampling, branch: int) -> tuple[tuple[int, ...], list[float]]:
+def _naive(
+    tokens: tuple[int, ...], sampling: Sampling, branch: int, model: LlamaModel
+) -> tuple[tuple[int, ...], list[float]]:
     if sampling.beams is not None:
-        return _naive_beams(tokens, sampling)[branch], []
-    return naive_answer(tokens, sampling, branch)
+        return _naive_beams(tokens, sampling, model)[branch], []
+    return naive_answer(tokens, sampling, branch, model)
 
 
 @cache
-def _naive_beams(tokens: tuple[int, ...], sampling: Sampling) -> list[tuple[int, ...]]:
-    return naive_beams(tokens, sampling)
+def _naive_beams(tokens: tuple[int, ...], sampling: Sampling, model: LlamaModel) -> list[tuple[int, ...]]:
+    return naive_beams(tokens, sampling, model)
 
 
 class _Forks(RuleBasedStateMachine):
     @initialize(
+        model=st.sampled_from([(MODEL, 1), (WINDOWED_MODEL, 3)]),
         num_blocks=st.sampled_from([11, 16, 30]),
         tiers=st.booleans(),
         cache_aware=st.booleans(),
         max_batch_tokens=st.sampled_from([5, 64]),
         max_running=st.sampled_from([3, 8]),
     )
-    def start(self, num_blocks: int, tiers: bool, cache_aware: bool, max_batch_tokens: int, max_running: int) -> None:
+    def start(
+        self,
+        model: tuple[LlamaModel, int],
+        num_blocks: int,
+        tiers: bool,
+        cache_aware: bool,
+        max_batch_tokens: int,
+        max_running: int,
+    ) -> None:
+        self.model, blocks_of_token = model
         self.rig = EngineRig(
-            num_blocks=num_blocks,
+            model=self.model,
+            num_blocks=num_blocks * blocks_of_token,
             tiers=tiers,
-            num_slots=12,
+            num_slots=12 * blocks_of_token,
             cache_aware=cache_aware,
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
@@ -98,7 +113,7 @@ class _Forks(RuleBasedStateMachine):
             return
         self.rig.block_pool.check()
         scheduler = self.rig.scheduler
-        held = Counter(b for request in scheduler.requests.begun for b in request.block_ids)
+        held = Counter(b for request in scheduler.requests.begun for b in request.held_blocks)
         if self.rig.cache._saves is not None:
             held.update(block for blocks in self.rig.cache._saves.held.values() for block in blocks)
         references = {b.block_id: b.references for b in self.rig.block_pool._blocks if b.references}
@@ -108,11 +123,13 @@ class _Forks(RuleBasedStateMachine):
     def nobody_writes_to_what_another_one_reads(self) -> None:
         if not hasattr(self, "rig"):
             return
-        contents: dict[tuple[int, int], int] = {}
+        contents: dict[tuple[int, int], tuple[int, int]] = {}
         for request in self.rig.scheduler.requests.running:
-            for position, token in enumerate(request.tokens[: request.num_computed]):
-                place = request.block_ids[position // 4], position % 4
-                assert contents.setdefault(place, token) == token
+            for group, table in enumerate((request.block_ids, *request.windowed)):
+                for position, token in enumerate(request.tokens[: request.num_computed]):
+                    if table[position // 4] != NO_BLOCK:
+                        place = table[position // 4], position % 4
+                        assert contents.setdefault(place, (group, token)) == (group, token)
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
@@ -122,7 +139,7 @@ class _Forks(RuleBasedStateMachine):
             answers = self.rig.answers[request]
             assert sorted(answers) == list(range(sampling.num_branches))
             for branch, done in answers.items():
-                expected, logprobs = _naive(tokens, sampling, branch)
+                expected, logprobs = _naive(tokens, sampling, branch, self.model)
                 if sampling.beams is not None and done.finish_reason == "cancelled":
                     assert (request, branch) in self.cancelled
                     continue  # beams that had not ended are not what a search finds

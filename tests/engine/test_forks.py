@@ -86,7 +86,8 @@ def test_branches_share_blocks_until_they_write(make_rig: MakeRig) -> None:
     """The last one that writes needs no copy; the first block after the prompt is everybody's own from the start."""
     rig = make_rig(tiers=False)
     copies: list[tuple[int, int, int]] = []
-    rig.cache._copy_on_write._copy_tokens = lambda *copied: (copies.append(copied), rig.kv.copy_tokens(*copied))[0]
+    cow = rig.cache._blocks._copy_on_write
+    cow._copy_tokens = lambda *copied: (copies.append(copied), rig.kv.copy_tokens(*copied))[0]
     rig.add(prompt(18), 3, temperature=1.0, num_branches=3)
     rig.step()
     tables = [request.block_ids for request in rig.scheduler.requests.running]

@@ -83,9 +83,9 @@ def test_tokens_are_those_of_transformers_cold_and_cached(gemma: Gemma, tiers: b
             found = hf.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=WINDOW + 10)
         expected.append(found[0, len(prompt) :].tolist())
     model = model_of(folder)
-    cold = EngineRig(cache=False, tiers=False, model=model, config=folder.config, num_blocks=40)
+    cold = EngineRig(cache=False, tiers=False, model=model, config=folder.config, num_blocks=120)
     warm = EngineRig(
-        tiers=tiers, model=model, config=folder.config, num_blocks=50, max_batch_tokens=37, cache_aware=True
+        tiers=tiers, model=model, config=folder.config, num_blocks=150, max_batch_tokens=37, cache_aware=True
     )
     for rig, rounds in ((cold, 1), (warm, 3)):
         for _ in range(rounds):

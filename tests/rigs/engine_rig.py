@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from kvtier.offload import (
 )
 from kvtier.tiers.base import Tier
 from kvtier_engine.model.arriving_kv import ArrivingKV
+from kvtier_engine.model.kv_groups import KVGroups
 from kvtier_engine.model.llama import LlamaModel
 from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.paged_kv import PagedKV, allocate_kv
@@ -42,6 +44,7 @@ from kvtier_engine.scheduling.prefix_cache import PrefixCache
 from kvtier_engine.scheduling.request import Request
 from kvtier_engine.scheduling.sampling_params import Sampling
 from kvtier_engine.scheduling.scheduler import Scheduler, SchedulerSettings
+from kvtier_engine.scheduling.windowed_blocks import WindowedBlocks
 
 TOKENS_PER_BLOCK = 4
 VOCABULARY = 61
@@ -60,10 +63,13 @@ CONFIG = ModelConfig(
     tie_word_embeddings=False,
     eos_token_ids=(),
 )
+WINDOWED_CONFIG = replace(CONFIG, num_hidden_layers=3, sliding_window=10, windowed_layers=(True, False, True))
+"""Two of three layers see ten tokens: blocks are of one layer, and a token has three."""
 PATIENCE_S = 20.0
+NAMESPACE = NamespaceId(b"e" * 16)
 
 
-def tiny_model(seed: int = 3) -> LlamaModel:
+def tiny_model(seed: int = 3, config: ModelConfig = CONFIG) -> LlamaModel:
     """Random float32 weights. Answers depend on every token before them."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -80,13 +86,14 @@ def tiny_model(seed: int = 3) -> LlamaModel:
             gate_up=random(2 * CONFIG.intermediate_size, hidden),
             down=random(hidden, CONFIG.intermediate_size),
         )
-        for _ in range(CONFIG.num_hidden_layers)
+        for _ in range(config.num_hidden_layers)
     ]
     embedding, lm_head = random(VOCABULARY, hidden) * 4, random(VOCABULARY, hidden) * 4
-    return LlamaModel(CONFIG, LlamaWeights(embedding, tuple(layer), torch.ones(hidden), lm_head))
+    return LlamaModel(config, LlamaWeights(embedding, tuple(layer), torch.ones(hidden), lm_head))
 
 
 MODEL = tiny_model()
+WINDOWED_MODEL = tiny_model(config=WINDOWED_CONFIG)
 
 
 class HeldDevice:
@@ -140,15 +147,18 @@ class EngineRig:
         layered: Callable[[PagedKV], LayeredLoads] | None = None,
         cache_aware: bool = False,
         model: LlamaModel = MODEL,
-        config: ModelConfig = CONFIG,
+        config: ModelConfig | None = None,
     ) -> None:
         """
         :param tiers: False leaves the device alone; `cache` False also keeps requests from sharing anything.
         :param cache_aware: the engine's defaults: its order, parts of blocks reused, blocks computed once for all who
             need them. False makes it simple to say what is a hit.
-        :param model: with `config`: another model than the tiny one.
+        :param model: another model than the tiny one.
+        :param config: what its blocks are made for; None: its own.
         """
-        self.kv = allocate_kv(config, num_blocks, TOKENS_PER_BLOCK, model._weights.embedding.dtype)
+        config = config or model._config
+        groups, dtype = KVGroups.of(config), model._weights.embedding.dtype
+        self.kv = allocate_kv(config, num_blocks, TOKENS_PER_BLOCK, dtype, groups=groups)
         self.kv.tensor.fill_(float("nan"))
         self.layered = layered(self.kv) if layered else None
         if self.layered is not None:
@@ -162,15 +172,23 @@ class EngineRig:
         cleaner = None
         if self.hierarchy and metrics and clean_ahead_blocks:
             cleaner = Cleaner(self.block_pool, self.hierarchy, metrics, depth_blocks=clean_ahead_blocks)
+        windowed = WindowedBlocks(self.block_pool, TOKENS_PER_BLOCK, groups)
         self.cache = PrefixCache(
             self.block_pool,
+            windowed,
             TOKENS_PER_BLOCK,
             self.kv.copy_tokens,
             hierarchy=self.hierarchy,
             cleaner=cleaner,
             layerwise_loads=self.layered is not None,
-            planning=FetchPlanning(self.hierarchy, TOKENS_PER_BLOCK, pending) if self.hierarchy else None,
-            partial_reuse=PartialReuse(self.block_pool, TOKENS_PER_BLOCK, max_blocks=200, hierarchy=self.hierarchy)
+            planning=FetchPlanning(self.hierarchy, windowed, TOKENS_PER_BLOCK, pending) if self.hierarchy else None,
+            partial_reuse=PartialReuse(
+                self.block_pool,
+                TOKENS_PER_BLOCK,
+                max_blocks=200,
+                hierarchy=self.hierarchy,
+                num_windowed=groups.num_windowed,
+            )
             if cache_aware
             else None,
             single_flight=cache_aware,
@@ -186,7 +204,7 @@ class EngineRig:
         self._last_id = 0
 
     def _hierarchy(self, shared: Tier | None, num_slots: int) -> tuple[Hierarchy, HierarchyMetrics]:
-        tenant, namespace = tenant_id("red"), NamespaceId(b"e" * 16)
+        tenant, namespace = tenant_id("red"), NAMESPACE
         metrics = HierarchyMetrics(Metrics(self.registry))
         mover = Mover(
             namespace=namespace,

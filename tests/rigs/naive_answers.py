@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from engine_rig import CONFIG, MODEL, TOKENS_PER_BLOCK
-from kvtier_engine.model.llama import Chunk
+from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.paged_kv import allocate_kv
 from kvtier_engine.scheduling.beam_search import BeamSearch
 from kvtier_engine.scheduling.request import Request
@@ -15,29 +15,31 @@ from kvtier_engine.scheduling.sampling_params import Sampling
 _NUM_BLOCKS = CONFIG.max_position_embeddings // TOKENS_PER_BLOCK
 
 
-def naive_beams(tokens: Sequence[int], sampling: Sampling) -> list[tuple[int, ...]]:
+def naive_beams(tokens: Sequence[int], sampling: Sampling, model: LlamaModel = MODEL) -> list[tuple[int, ...]]:
     """What a search finds, every beam computed anew in every step. The search itself is held against transformers'."""
     assert sampling.beams is not None
     search = BeamSearch(sampling.beams, sampling.max_tokens, sampling.eos_token_ids)
     answers: dict[int, list[int]] = {0: []}
     while answers:
         for beam, answer in answers.items():
-            kv = allocate_kv(CONFIG, _NUM_BLOCKS, TOKENS_PER_BLOCK, torch.float32)
-            search.offer(beam, MODEL.forward([Chunk([*tokens, *answer], 0, range(_NUM_BLOCKS))], kv)[0])
+            kv = allocate_kv(model._config, _NUM_BLOCKS, TOKENS_PER_BLOCK, torch.float32)
+            search.offer(beam, model.forward([Chunk([*tokens, *answer], 0, range(_NUM_BLOCKS))], kv)[0])
         answers = {beam: [*answers[parent], token] for parent, beam, token in search.advance(answers)}
     return [hypothesis.token_ids for hypothesis in search.found]
 
 
-def naive_answer(tokens: Sequence[int], sampling: Sampling, branch: int = 0) -> tuple[tuple[int, ...], list[float]]:
+def naive_answer(
+    tokens: Sequence[int], sampling: Sampling, branch: int = 0, model: LlamaModel = MODEL
+) -> tuple[tuple[int, ...], list[float]]:
     """The tokens of one branch, and the log probability of each."""
-    kv = allocate_kv(CONFIG, _NUM_BLOCKS, TOKENS_PER_BLOCK, torch.float32)
+    kv = allocate_kv(model._config, _NUM_BLOCKS, TOKENS_PER_BLOCK, torch.float32)
     asker = Request(
         request_id=1, tokens=list(tokens), sampling=sampling, hasher=None, on_done=lambda _: None, arrived_at=0.0
     )
     asker.generator = sampling.draws(branch)
     new, start, logprobs = list(tokens), 0, []
     while asker.num_answer_tokens < sampling.max_tokens:
-        logits = MODEL.forward([Chunk(new, start, range(_NUM_BLOCKS))], kv)[0]
+        logits = model.forward([Chunk(new, start, range(_NUM_BLOCKS))], kv)[0]
         token_id = sample(logits, asker)
         logprobs.append(float(torch.log_softmax(logits.double(), 0)[token_id]))
         start += len(new)

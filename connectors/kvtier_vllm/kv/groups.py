@@ -7,11 +7,10 @@ A group of layers with linear attention has one state instead, of all tokens up 
 block there is the state at the block's end; vLLM keeps it at some of the ends only, and what follows needs no other.
 """
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtier.identity.keys import BlockKey, ChainHash, block_key, split_block_key
+from kvtier.identity.keys import BlockKey, group_key
 from kvtier.offload.jobs import Block
 
 _LABEL = b"kvtier.vllm.group.v1"
@@ -37,7 +36,7 @@ class KVGroups:
         """The keys of all groups, block by block. Where there is one group, they are the request's own keys."""
         if self.num_groups == 1:
             return list(keys)
-        return [self._key(key, group) for key in keys for group in range(self.num_groups)]
+        return [group_key(key, _LABEL, group) for key in keys for group in range(self.num_groups)]
 
     def blocks(self, keys: Sequence[BlockKey], tables: Sequence[Sequence[int]], span: range) -> list[Block]:
         """Key and device slot of all blocks that the groups have there.
@@ -55,7 +54,8 @@ class KVGroups:
 
     def block(self, key: BlockKey, group: int, device_block: int) -> Block:
         """What a group has of the request's block with this key: its key and device slot."""
-        return key if self.num_groups == 1 else self._key(key, group), group * self.num_blocks + device_block
+        of_group = key if self.num_groups == 1 else group_key(key, _LABEL, group)
+        return of_group, group * self.num_blocks + device_block
 
     def without_states(self, tables: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Returns the tables, empty for groups of states: there, a table does not say which position a state is of."""
@@ -73,8 +73,3 @@ class KVGroups:
         """Device slots of all groups that are in these blocks of vLLM's."""
         firsts = range(0, self.num_groups * self.num_blocks, self.num_blocks)
         return (first + block for block in device_blocks for first in firsts)
-
-    def _key(self, key: BlockKey, group: int) -> BlockKey:
-        tenant, chain_hash = split_block_key(key)
-        of_group = hashlib.sha256(_LABEL + group.to_bytes(2, "big") + chain_hash).digest()
-        return block_key(tenant, ChainHash(of_group))

@@ -19,6 +19,8 @@ from kvtier_engine.model.weights import LayerWeights, LlamaWeights
 from kvtier_kernels import AttentionBatch, LayerAttention, Scoring, find_shared_prefixes, step_attention
 from kvtier_kernels.attention.attention_cpu_trial import rows_are_alike
 
+Numbers = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -32,6 +34,8 @@ class Chunk:
     """Blocks of the sequence in order; enough for `start + len(token_ids)` tokens."""
     adapter: str | None = None
     """The name of the LoRA adapter that it is computed with: `AdaptedModel`. None: with none."""
+    windowed_tables: Sequence[Sequence[int]] = ()
+    """The same for each windowed group of the KV; what stands there for blocks that its window has left is not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,8 @@ class Batch:
     """Writes and reads the sequences' KV."""
     last_rows: Tensor | None
     """int64 `[num_seqs]`: which tokens are the last of their sequences. None where each sequence has one token."""
-    attend_in_window: LayerAttention | None = None
-    """`attend` of windowed layers. None: there are none."""
+    attend_in_window: Sequence[LayerAttention] = ()
+    """`attend` of the windowed layers of each windowed group, or of all of them where KV has one group."""
 
 
 class LlamaModel:
@@ -110,14 +114,16 @@ class LlamaModel:
         """
         weights, config = self._weights, self._config
         everywhere = (*self._rope.at(batch.positions), batch.attend)
-        in_window = everywhere
-        if batch.attend_in_window is not None:
-            in_window = (*self._windowed_rope.at(batch.positions), batch.attend_in_window)
+        in_window = []
+        if batch.attend_in_window:
+            rope = self._windowed_rope.at(batch.positions)
+            in_window = [(*rope, attend) for attend in batch.attend_in_window]
         hidden = F.embedding(batch.token_ids, weights.embedding)
         if config.is_gemma:
             hidden *= torch.tensor(config.hidden_size**0.5, dtype=hidden.dtype)
         for index, layer in enumerate(weights.layers):
-            cos, sin, attend = in_window if self._is_windowed[index] else everywhere
+            # Where KV has one group, that is 0, and `in_window` has one entry, which is also its last one.
+            cos, sin, attend = in_window[kv.groups.group(index) - 1] if self._is_windowed[index] else everywhere
             normed = self._products.norm(hidden, layer.input_norm, config.rms_norm_eps)
             attended = self._attention(layer, normed, cos, sin, kv.layer(index), attend)
             hidden += self._normed(attended, layer.attention_output_norm)
@@ -152,25 +158,24 @@ class LlamaModel:
         lengths = [len(chunk.token_ids) for chunk in chunks]
         starts = [0, *itertools.accumulate(lengths)]
         # By numpy: a list goes into an array of it in a tenth of the time that a tensor takes.
-        tables = np.zeros((len(chunks), max(len(chunk.block_table) for chunk in chunks)), np.int64)
-        token_ids, positions, block_ids = (np.empty(starts[-1], np.int64) for _ in range(3))
+        token_ids, positions, rows = (np.empty(starts[-1], np.int64) for _ in range(3))
         for row, chunk in enumerate(chunks):
-            tables[row, : len(chunk.block_table)] = chunk.block_table
             new = slice(starts[row], starts[row + 1])
-            token_ids[new] = chunk.token_ids
+            token_ids[new], rows[new] = chunk.token_ids, row
             positions[new] = np.arange(chunk.start, chunk.start + lengths[row])
-            block_ids[new] = tables[row, positions[new] // tokens_per_block]
+        blocks, offsets = np.divmod(positions, tokens_per_block)
+        tables = _table([chunk.block_table for chunk in chunks])
         seq_lens = torch.tensor([chunk.start + length for chunk, length in zip(chunks, lengths, strict=True)])
         tables_here, decodes = torch.from_numpy(tables), max(lengths) == 1
 
-        def there(array: npt.NDArray[np.int64]) -> Tensor:
+        def there(array: Numbers) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
         query_starts = there(np.array(starts))
         prefixes = None
         if decodes and not self.batch_invariant:
             prefixes = find_shared_prefixes(tables_here, seq_lens, kv.layer(0), self.num_heads)
-        places = there(block_ids), there(positions % tokens_per_block)
+        offsets_there = there(offsets)
         attention = AttentionBatch(
             there(tables),
             query_starts,
@@ -182,17 +187,38 @@ class LlamaModel:
             prefixes=prefixes,
             invariant=self.batch_invariant,
         )
-        attend_in_window = None
+
+        def attend(tables: Numbers, attention: AttentionBatch) -> LayerAttention:
+            return step_attention((there(tables[rows, blocks]), offsets_there), attention)
+
+        in_window: list[LayerAttention] = []
         if self.has_windows:
-            in_window = replace(attention, window=self._config.sliding_window, prefixes=None)
-            attend_in_window = step_attention(places, in_window)
+            windowed = replace(attention, window=self._config.sliding_window, prefixes=None)
+            of_groups = [tables]
+            if kv.groups.num_windowed:
+                of_groups = list(map(_table, zip(*(chunk.windowed_tables for chunk in chunks), strict=True)))
+            in_window = [attend(table, replace(windowed, block_tables=there(table))) for table in of_groups]
         return Batch(
             token_ids=there(token_ids),
             positions=there(positions),
-            attend=step_attention(places, attention),
+            attend=attend(tables, attention),
             last_rows=None if decodes else query_starts[1:] - 1,
-            attend_in_window=attend_in_window,
+            attend_in_window=in_window,
         )
+
+
+def over_all_blocks(kv: PagedKV, token_ids: Sequence[int], start: int = 0) -> Chunk:
+    """Returns a chunk to compute for its time or its kernels alone, into blocks that nobody has: any of them."""
+    every = range(kv.num_blocks)
+    return Chunk(token_ids, start, every, windowed_tables=[every] * kv.groups.num_windowed)
+
+
+def _table(of_chunks: Sequence[Sequence[int]]) -> Numbers:
+    """`[num_seqs, most blocks]`: a row for each chunk."""
+    table = np.zeros((len(of_chunks), max(map(len, of_chunks))), np.int64)
+    for row, blocks in enumerate(of_chunks):
+        table[row, : len(blocks)] = blocks
+    return table
 
 
 def _invariant(config: ModelConfig, weights: LlamaWeights) -> Products:

@@ -3,19 +3,22 @@
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
 from kvtier.identity.namespace import Namespace
+from kvtier_engine.model.kv_groups import ONE_GROUP, KVGroups
 from kvtier_engine.model.model_config import ModelConfig
 from kvtier_kernels.records import DTYPES as RECORD_DTYPES
 from kvtier_kernels.records import LossyCodec, RecordLayout
 
 PHYSICAL_LAYOUT = "L2NHD"
 """Inside a block: layer, key or value, token, KV head, head dimension."""
+_GROUPED_LAYOUT = f"{PHYSICAL_LAYOUT}-grouped"
+"""The same, of the layers of one KV group."""
 BACKENDS = {"cpu": "torch-cpu", "cuda": "torch-cuda"}
 """Names of backends, by type of device. The two round differently, in every matrix product that leads to KV."""
 _CPU = torch.device("cpu")
@@ -23,14 +26,16 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """KV of `num_blocks` blocks. Block-first, so that a block of all layers is one contiguous range of bytes.
+    """KV of `num_blocks` blocks. Block-first, so that a block of all its layers is one contiguous range of bytes.
 
     The scheduler thread writes blocks in `forward`; movers copy whole blocks in and out, only such as the
     scheduler does not touch meanwhile.
     """
 
     tensor: Tensor
-    """`[num_blocks, num_layers, 2, tokens_per_block, num_kv_heads, head_dim]`, contiguous."""
+    """`[num_blocks, num_layers, 2, tokens_per_block, num_kv_heads, head_dim]`, contiguous. The layers are all of the
+    model, or as many as a KV group has."""
+    groups: KVGroups = field(default=ONE_GROUP, kw_only=True)
 
     @property
     def num_blocks(self) -> int:
@@ -51,8 +56,9 @@ class PagedKV:
         return False
 
     def layer(self, index: int) -> Tensor:
-        """`[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`, a view."""
-        return self.tensor[:, index]
+        """`[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`, a view; the layer's own are the blocks of its
+        group."""
+        return self.tensor[:, self.groups.place(index)]
 
     def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
         """Copies the KV of the first `num_tokens` tokens of a block into another one, in the order of computation."""
@@ -77,20 +83,28 @@ class PagedKV:
 
 
 def allocate_kv(
-    config: ModelConfig, num_blocks: int, tokens_per_block: int, dtype: torch.dtype, device: torch.device = _CPU
+    config: ModelConfig,
+    num_blocks: int,
+    tokens_per_block: int,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
+    groups: KVGroups = ONE_GROUP,
 ) -> PagedKV:
     """Zeroed, and thereby pre-faulted: a first touch inside a step would cost ten times a copy."""
-    shape = (num_blocks, *_block_shape(config, tokens_per_block))
-    return PagedKV(torch.empty(shape, dtype=dtype, device=device).zero_())
+    shape = (num_blocks, *_block_shape(config, tokens_per_block, groups))
+    return PagedKV(torch.empty(shape, dtype=dtype, device=device).zero_(), groups=groups)
 
 
-def bytes_per_block(config: ModelConfig, tokens_per_block: int, dtype: torch.dtype) -> int:
+def bytes_per_block(
+    config: ModelConfig, tokens_per_block: int, dtype: torch.dtype, groups: KVGroups = ONE_GROUP
+) -> int:
     """`PagedKV.block_bytes`, before there is one."""
-    return math.prod(_block_shape(config, tokens_per_block)) * dtype.itemsize
+    return math.prod(_block_shape(config, tokens_per_block, groups)) * dtype.itemsize
 
 
-def _block_shape(config: ModelConfig, tokens_per_block: int) -> tuple[int, ...]:
-    return (config.num_hidden_layers, 2, tokens_per_block, config.num_key_value_heads, config.head_dim)
+def _block_shape(config: ModelConfig, tokens_per_block: int, groups: KVGroups) -> tuple[int, ...]:
+    num_layers = groups.num_layers or config.num_hidden_layers
+    return (num_layers, 2, tokens_per_block, config.num_key_value_heads, config.head_dim)
 
 
 _OF_GEMMA = (
@@ -116,7 +130,7 @@ def _model_digest(config: ModelConfig, weights_digest: bytes) -> bytes:
     return hashlib.sha256(b"kvtier.model.v1" + weights_digest + packed).digest()
 
 
-def kv_namespace(
+def kv_namespace(  # noqa: PLR0913 - what decides the bytes
     config: ModelConfig,
     weights_digest: bytes,
     dtype: torch.dtype,
@@ -124,6 +138,7 @@ def kv_namespace(
     *,
     lossy_codec: str = "",
     fingerprint: str = "",
+    groups: KVGroups = ONE_GROUP,
 ) -> Namespace:
     """Which bytes the blocks of this engine hold.
 
@@ -136,7 +151,7 @@ def kv_namespace(
         weights_digest=_model_digest(config, weights_digest),
         dtype=name,
         kv_dtype=name,
-        physical_layout=PHYSICAL_LAYOUT,
+        physical_layout=_GROUPED_LAYOUT if groups.num_windowed else PHYSICAL_LAYOUT,
         backend=BACKENDS[device.type] + (f"-invariant-{fingerprint}" if fingerprint else ""),
         num_layers=config.num_hidden_layers,
         num_kv_heads=config.num_key_value_heads,

@@ -27,27 +27,31 @@ class CopyOnWrite:
 
         Call it in the step that computed the last token of `parent`, whose full blocks are published in that step.
         """
-        self._block_pool.acquire(parent.block_ids)
+        self._block_pool.acquire(parent.held_blocks)
         branch.block_ids = list(parent.block_ids)
+        branch.windowed = [list(table) for table in parent.windowed]
         branch.num_computed = parent.num_computed
         branch.num_published = parent.num_computed // self._tokens_per_block
 
     def may_write(self, request: Request) -> bool:
         """Whether nobody else has the block that `request` writes to next."""
         position, num_tokens = divmod(request.num_computed, self._tokens_per_block)
-        # Only forks share a block that is not full: blocks are found, and saved, when they are.
+        # Only forks share a block that is not full: blocks are found, and saved, when they are. What is true of the
+        # full group's block is true of the others at its position, which are shared and copied together with it.
         return not num_tokens or not self._block_pool.is_shared(request.block_ids[position])
 
     def part(self, request: Request) -> bool:
-        """Makes the block that `request` writes to next its own. False when that needs a block and none is free."""
+        """Makes the block that `request` writes to next its own, in every KV group. False when that needs blocks that
+        are not free."""
         if self.may_write(request):
             return True
         position, num_tokens = divmod(request.num_computed, self._tokens_per_block)
-        fresh = self._block_pool.allocate(1)
+        tables = [request.block_ids, *request.windowed]
+        fresh = self._block_pool.allocate(len(tables))
         if fresh is None:
             return False
-        shared = request.block_ids[position]
-        self._copy_tokens(shared, fresh[0], num_tokens)
-        self._block_pool.free([shared])
-        request.block_ids[position] = fresh[0]
+        for table, own in zip(tables, fresh, strict=True):
+            self._copy_tokens(table[position], own, num_tokens)
+            self._block_pool.free([table[position]])
+            table[position] = own
         return True

@@ -38,7 +38,7 @@ class EngineLimits:
     @classmethod
     def of(cls, *, max_positions: int, kv: PagedKV, vocab_size: int) -> Self:
         """Returns the limits of a model with so many positions, and of a request that has all of `kv` for itself."""
-        room = kv.num_blocks * kv.tokens_per_block
+        room = kv.groups.room(kv.num_blocks, kv.tokens_per_block)
         return cls(
             max_total_tokens=min(max_positions, room),
             vocab_size=vocab_size,

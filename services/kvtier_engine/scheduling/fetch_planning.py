@@ -4,15 +4,18 @@ import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.offload import BlockStatus, Hierarchy, PrefixTokens
 from kvtier.system.logs import within_request
 from kvtier.tiers.base import Status
+from kvtier_engine.scheduling.fetchable import Fetchable
 from kvtier_engine.scheduling.request import Lookup, Request
+from kvtier_engine.scheduling.windowed_blocks import WindowedBlocks
 
 _NOTHING = contextlib.nullcontext()
+_HERE = (Status.HIT,)
+_HERE_SOON = (Status.HIT, Status.PENDING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class FetchPlanning:
     def __init__(
         self,
         hierarchy: Hierarchy,
+        windowed: WindowedBlocks,
         tokens_per_block: int,
         pending: PendingPolicy | None = None,
         tokens: PrefixTokens | None = None,
@@ -38,25 +42,26 @@ class FetchPlanning:
     ) -> None:
         """
         :param hierarchy: stays the caller's.
+        :param windowed: of the same device blocks.
         :param tokens: counts what requests ask the hierarchy for; None: nobody looks.
         """
         self._hierarchy, self._pending, self._clock = hierarchy, pending or PendingPolicy(), clock
+        self._windowed = windowed
         self._tokens_per_block, self._tokens = tokens_per_block, tokens
 
-    def num_to_fetch(self, request: Request, num_hits: int, max_hits: int) -> int | None:
-        """Blocks worth fetching after the first `num_hits`; None while that is not known."""
+    def num_to_fetch(self, request: Request, num_hits: int, num_here: int, max_hits: int) -> int | None:
+        """By how many blocks fetching makes the prefix longer than the device alone does; None while that is not known.
+
+        :param num_hits: the length of the longest prefix that is on the device.
+        :param num_here: how many leading blocks the device has of the full group, at least as many.
+        """
         if num_hits >= max_hits:
             return 0
-        lookup = request.lookup
+        first, lookup = min(num_hits, self._windowed.first_needed(num_hits + 1)), request.lookup
         # Eviction may have taken device hits that were not asked for.
-        if lookup is None or num_hits < lookup.first_block:
+        if lookup is None or first < lookup.first_block:
             self.cancel(request)
-            previous = request.previous_keys(range(num_hits, max_hits), self._tokens_per_block)
-            if request.spans is not None:
-                request.spans.enter("lookup", blocks=max_hits - num_hits)
-            with within_stage(request), within_request(request.log_id):
-                ticket = self._hierarchy.start_lookup(request.keys[num_hits:max_hits], previous)
-            lookup = request.lookup = Lookup(num_hits, self._clock(), ticket)
+            lookup = request.lookup = self._asked(request, range(first, max_hits))
         if lookup.ticket is not None:
             statuses = self._hierarchy.poll_lookup(lookup.ticket)
             if statuses is None:
@@ -65,23 +70,22 @@ class FetchPlanning:
             if request.spans is not None:
                 request.spans.note(**_hits_by_tier(statuses))
                 request.spans.enter("queue")
-        statuses = lookup.statuses[num_hits - lookup.first_block :]
-        if self._worth_asking_again(request, [block.status for block in statuses]):
+        fetchable = Fetchable(request, lookup, num_here, self._windowed)
+        most = fetchable.longest(max_hits, _HERE)
+        if self._worth_asking_again(request, fetchable.longest(max_hits, _HERE_SOON) > max(most, num_hits)):
             if self._clock() - lookup.asked_at >= self._pending.ask_every_s:
                 request.lookup = None
             return None
-        return self._hierarchy.plan_fetch(statuses)
+        return self._num_worth_fetching(fetchable, num_hits, most)
 
-    def count_asked(self, request: Request, asked: range, num_fetched: int) -> None:
+    def count_asked(self, request: Request, num_asked: int) -> None:
         """Counts what the tiers below were asked for, once for each request.
 
-        :param asked: the positions of the blocks that the request needs and the device does not have.
+        :param num_asked: how many blocks the request needs beyond the prefix that is on the device.
         """
-        if self._tokens is None or request.lookup is None or request.counted:
-            return
-        statuses = request.lookup.statuses[asked.start - request.lookup.first_block :]
-        found = [block.tier for block in takewhile(lambda block: block.status is Status.HIT, statuses)]
-        self._tokens.note_lookup(len(asked), found, num_fetched, self._tokens_per_block)
+        lookup = request.lookup
+        if self._tokens is not None and lookup is not None and num_asked and not request.counted:
+            self._tokens.note_lookup(num_asked, lookup.found, lookup.num_wanted, self._tokens_per_block)
 
     def count_loaded(self, tiers: Sequence[str], num_good: int) -> None:
         """Counts a load of blocks from these tiers, of which the first `num_good` have arrived."""
@@ -94,10 +98,37 @@ class FetchPlanning:
             self._hierarchy.cancel_lookup(request.lookup.ticket)
         request.lookup = None
 
-    def _worth_asking_again(self, request: Request, statuses: Sequence[Status]) -> bool:
-        """Whether the leading hits end in a block that is being written, and not for too long."""
-        first_other = next((status for status in statuses if status is not Status.HIT), None)
-        if first_other is not Status.PENDING:
+    def _asked(self, request: Request, span: range) -> Lookup:
+        """A lookup of all KV groups' blocks at these positions."""
+        num_windowed, keys = self._windowed.num_groups, request.keys[span.start : span.stop]
+        if num_windowed:
+            keys = [key for position in span for key in request.group_keys(position, num_windowed)]
+        previous = request.previous_keys(span, self._tokens_per_block, num_windowed)
+        if request.spans is not None:
+            request.spans.enter("lookup", blocks=len(keys))
+        with within_stage(request), within_request(request.log_id):
+            ticket = self._hierarchy.start_lookup(keys, previous)
+        return Lookup(span.start, self._clock(), ticket)
+
+    def _num_worth_fetching(self, fetchable: Fetchable, num_hits: int, most: int) -> int:
+        """:param most: the length of the longest prefix that can be had."""
+        lookup = fetchable.lookup
+        lookup.found, lookup.num_wanted = [], 0
+        while most > num_hits:
+            blocks = fetchable.to_fetch(num_hits, most)
+            tiers = {position: block.tier for position, block in reversed(blocks) if position >= num_hits}
+            lookup.found = lookup.found or [tiers[position] for position in sorted(tiers)]
+            num_worth = self._hierarchy.plan_fetch([block for _, block in blocks])
+            if num_worth == len(blocks):
+                lookup.num_wanted = len(tiers)
+                return most - num_hits
+            # What is left out may be of a window that a shorter prefix does not need.
+            most = fetchable.longest(blocks[num_worth][0], _HERE)
+        return 0
+
+    def _worth_asking_again(self, request: Request, is_coming: bool) -> bool:
+        """Whether a longer prefix is being written, and not for too long."""
+        if not is_coming:
             return False
         now = self._clock()
         if request.pending_since is None:

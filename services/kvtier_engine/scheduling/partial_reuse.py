@@ -9,7 +9,7 @@ from kvtier.device.block_pool import BlockPool
 from kvtier.identity.keys import BlockKey
 from kvtier.offload import Hierarchy
 from kvtier_engine.scheduling.child_index import ChildIndex, Sibling
-from kvtier_engine.scheduling.request import Request, SiblingLookup
+from kvtier_engine.scheduling.request import Request, SiblingLookup, keys_of_groups
 
 _MOST_SIBLINGS = 8
 """Looked at for one that is on the device, among those with most tokens in common."""
@@ -28,13 +28,13 @@ class PartialHit:
     key: BlockKey
     num_tokens: int
     """How many of its tokens are reused, at least one, and fewer than it has unless it is the prompt's own block."""
-    block_id: int | None
-    """The device block that it is in; None when it has to be fetched from below."""
+    block_ids: Sequence[int]
+    """The device block that it is in, for each KV group; none when it has to be fetched from below."""
 
     @property
     def is_below(self) -> bool:
         """Whether it has to be fetched."""
-        return self.block_id is None
+        return not self.block_ids
 
 
 class PartialReuse:
@@ -51,13 +51,15 @@ class PartialReuse:
         *,
         max_blocks: int,
         hierarchy: Hierarchy | None = None,
+        num_windowed: int = 0,
     ) -> None:
         """
         :param max_blocks: how many blocks are remembered by their tokens; several times what the device has, since
             those that have left it are found below.
         :param hierarchy: the tiers below; None looks at the device only.
+        :param num_windowed: how many windowed groups there are, of each of which a block of its own is reused.
         """
-        self._block_pool, self._hierarchy = block_pool, hierarchy
+        self._block_pool, self._hierarchy, self._num_windowed = block_pool, hierarchy, num_windowed
         self._tokens_per_block = tokens_per_block
         self._index = ChildIndex(max_blocks)
 
@@ -96,7 +98,7 @@ class PartialReuse:
         is_worth = self._is_worth_fetching(request, below.key, self._hierarchy)
         if is_worth is None:
             return Unknown.YET
-        return PartialHit(below.key, below.num_tokens, None) if is_worth else here
+        return PartialHit(below.key, below.num_tokens, ()) if is_worth else here
 
     def cancel(self, request: Request) -> None:
         """Forgets what was asked and answered."""
@@ -110,17 +112,19 @@ class PartialReuse:
         self._index.clear()
 
     def _on_device(self, sibling: Sibling) -> PartialHit | None:
-        found = self._block_pool.match_prefix([sibling.key])
-        return PartialHit(sibling.key, sibling.num_tokens, found[0]) if found else None
+        keys = keys_of_groups(sibling.key, self._num_windowed)
+        found = self._block_pool.match_prefix(keys)
+        return PartialHit(sibling.key, sibling.num_tokens, found) if len(found) == len(keys) else None
 
     def _is_worth_fetching(self, request: Request, key: BlockKey, hierarchy: Hierarchy) -> bool | None:
         lookup = request.sibling_lookup
         if lookup is None or lookup.key != key:
             self.cancel(request)
-            lookup = request.sibling_lookup = SiblingLookup(key, hierarchy.start_lookup([key]))
+            ticket = hierarchy.start_lookup(keys_of_groups(key, self._num_windowed))
+            lookup = request.sibling_lookup = SiblingLookup(key, ticket)
         if lookup.ticket is not None:
             statuses = hierarchy.poll_lookup(lookup.ticket)
             if statuses is None:
                 return None
-            lookup.ticket, lookup.is_worth_fetching = None, hierarchy.plan_fetch(statuses) > 0
+            lookup.ticket, lookup.is_worth_fetching = None, hierarchy.plan_fetch(statuses) == len(statuses)
         return lookup.is_worth_fetching

@@ -9,15 +9,17 @@ from collections.abc import Iterable, Sequence
 
 from kvtier.device.block_pool import BlockPool
 from kvtier.identity.keys import BlockKey
-from kvtier.offload import Cleaner, Hierarchy
+from kvtier.offload import Block, Cleaner, Hierarchy
 from kvtier_engine.events.kv_events import DEVICE, KVEvents
-from kvtier_engine.scheduling.copy_on_write import CopyOnWrite, CopyTokens
+from kvtier_engine.scheduling.copy_on_write import CopyTokens
 from kvtier_engine.scheduling.fetch_planning import FetchPlanning
 from kvtier_engine.scheduling.loads import Loads
 from kvtier_engine.scheduling.partial_reuse import PartialHit, PartialReuse, Unknown
 from kvtier_engine.scheduling.request import Request
+from kvtier_engine.scheduling.request_blocks import RequestBlocks
 from kvtier_engine.scheduling.saves import Saves
 from kvtier_engine.scheduling.single_flight import SingleFlight
+from kvtier_engine.scheduling.windowed_blocks import WindowedBlocks
 
 
 class Admission(enum.Enum):
@@ -38,6 +40,7 @@ class PrefixCache:
     def __init__(  # noqa: PLR0913 - the parts that it is put together from
         self,
         block_pool: BlockPool,
+        windowed: WindowedBlocks,
         tokens_per_block: int,
         copy_tokens: CopyTokens,
         *,
@@ -50,6 +53,7 @@ class PrefixCache:
         events: KVEvents | None = None,
     ) -> None:
         """
+        :param windowed: of the same block pool.
         :param hierarchy: the tiers below; None keeps blocks on the device only. Stays the caller's.
         :param cleaner: of the same block pool and hierarchy; None copies blocks only when they become full.
         :param layerwise_loads: whether a request may run while its prefix is still being copied, layer after layer: the
@@ -61,10 +65,13 @@ class PrefixCache:
         """
         self.tokens_per_block = tokens_per_block
         self._block_pool, self._hierarchy, self._cleaner = block_pool, hierarchy, cleaner
+        self._windowed = windowed
         self._layerwise_loads = layerwise_loads
-        self._planning = planning or (FetchPlanning(hierarchy, tokens_per_block) if hierarchy is not None else None)
-        self._partial_reuse, self._copy_tokens = partial_reuse, copy_tokens
-        self._copy_on_write = CopyOnWrite(block_pool, tokens_per_block, copy_tokens)
+        self._planning = planning
+        if planning is None and hierarchy is not None:
+            self._planning = FetchPlanning(hierarchy, windowed, tokens_per_block)
+        self._partial_reuse = partial_reuse
+        self._blocks = RequestBlocks(block_pool, windowed, tokens_per_block, copy_tokens)
         self._events = events
         self._computing = SingleFlight() if single_flight else None
         self._loads: Loads | None = None
@@ -89,10 +96,9 @@ class PrefixCache:
         below, which has to be asked for, is not counted."""
         keys = request.keys[: self._max_hits(request)]
         num_blocks = len(self._block_pool.match_prefix(keys))
-        if self._hierarchy is not None:
-            while num_blocks < len(keys) and self._hierarchy.holds(keys[num_blocks]):
-                num_blocks += 1
-        return num_blocks * self.tokens_per_block
+        while num_blocks < len(keys) and self._is_near(keys[num_blocks]):
+            num_blocks += 1
+        return self._windowed.num_usable(request, num_blocks, self._is_near) * self.tokens_per_block
 
     def admit(self, request: Request, *, is_alone: bool = False) -> Admission:
         """Gives a waiting request all the blocks that its tokens need, with as many hits as there are.
@@ -106,86 +112,73 @@ class PrefixCache:
         if request.refused_at == self._block_pool.num_free:
             return Admission.NO_ROOM
         max_hits = self._max_hits(request)
-        hits = self._block_pool.match_prefix(request.keys[:max_hits])
-        if len(hits) < max_hits and self._is_on_its_way(request.keys[len(hits)]):
+        here = self._block_pool.match_prefix(request.keys[:max_hits])
+        num_hits = self._windowed.num_usable(request, len(here), self._windowed.__contains__)
+        if num_hits < max_hits and self._is_on_its_way(request.keys[num_hits]):
             return Admission.LATER
-        num_fetched = self._num_to_fetch(request, len(hits), max_hits)
+        num_fetched = self._num_to_fetch(request, num_hits, len(here), max_hits)
         if num_fetched is None:
             return Admission.LATER
-        partial = self._partial_hit(request, len(hits) + num_fetched)
+        prefix = range(num_hits, num_hits + num_fetched)
+        partial = self._partial_hit(request, prefix.stop)
         if isinstance(partial, Unknown):
             return Admission.LATER
-        source = [partial.block_id] if partial is not None and partial.block_id is not None else []
-        self._block_pool.acquire(hits + source)
-        fresh = self._allocate(self._num_blocks(request) - len(hits))
-        if fresh is None:
-            self._block_pool.free(hits + source)
+        fetched = self._blocks.take(request, here[: prefix.stop], prefix.stop, partial)
+        if fetched is None:
+            self._note_refused()
             request.refused_at = self._block_pool.num_free
             return Admission.NO_ROOM
         request.refused_at = None
-        request.block_ids = hits + fresh
         if self._planning is not None:
-            self._planning.count_asked(request, range(len(hits), max_hits), num_fetched)
+            self._planning.count_asked(request, max_hits - num_hits)
         if self._partial_reuse is not None:
-            self._partial_reuse.note_used(request.keys[: len(hits)])
-        if partial is not None and source:
-            self._copy_tokens(source[0], fresh[num_fetched], partial.num_tokens)
-            self._block_pool.free(source)
+            self._partial_reuse.note_used(request.keys[:num_hits])
         if self._computing is not None:
-            self._computing.begin(request, request.keys[len(hits) + num_fetched :])
-        return self._start(request, hits, fresh, num_fetched, partial, is_alone=is_alone)
+            self._computing.begin(request, request.keys[prefix.stop :])
+        return self._start(request, prefix, fetched, partial, is_alone=is_alone)
 
     def _start(
         self,
         request: Request,
-        hits: list[int],
-        fresh: list[int],
-        num_fetched: int,
+        prefix: range,
+        fetched: list[tuple[int, Block]],
         partial: PartialHit | None,
         *,
         is_alone: bool,
     ) -> Admission:
         """Counts what is on the device, and starts the load of what is below."""
-        is_loaded = num_fetched > 0 or (partial is not None and partial.is_below)
-        request.num_published = len(hits)
-        request.num_computed = len(hits) * self.tokens_per_block
-        if hits:
+        num_hits = request.num_published = prefix.start
+        is_loaded = bool(prefix) or (partial is not None and partial.is_below)
+        request.num_computed = num_hits * self.tokens_per_block
+        if num_hits:
             request.count_cached(DEVICE, request.num_computed)
         if partial is not None and not is_loaded:
             request.num_computed += partial.num_tokens
             request.count_cached(DEVICE, partial.num_tokens)
-        if hits and self._saves is not None:
-            self._saves.note_hits(list(zip(request.keys, hits, strict=False)))
+        if num_hits and self._saves is not None:
+            self._saves.note_hits(self._blocks.at(request, range(num_hits)))
         if not is_loaded or self._loads is None:
             request.counted = True
             return Admission.RUNNING
-        positions = range(len(hits), len(hits) + num_fetched)
-        self._loads.start(request, positions, fresh, partial, by_layer=self._layerwise_loads and is_alone)
+        self._loads.start(request, prefix, fetched, partial, by_layer=self._layerwise_loads and is_alone)
         return Admission.LOADING
 
     def fork(self, parent: Request, branch: Request) -> None:
         """Gives `branch` all blocks of `parent`, in the step that computed its last token and before `publish`."""
-        self._copy_on_write.share(parent, branch)
+        self._blocks.share(parent, branch)
 
     def grow(self, request: Request) -> bool:
-        """Makes sure that all tokens of a running request have a block, and those to compute next one that no other
-        request has. False when there is no free one."""
-        if not self._copy_on_write.part(request):
-            self._note_refused()
-            return False
-        missing = self._num_blocks(request) - len(request.block_ids)
-        fresh = self._allocate(missing) if missing > 0 else []
-        if fresh is None:
-            return False
-        request.block_ids += fresh
-        return True
+        """Makes sure that all tokens of a running request have a block, in windowed layers those of a window ahead, and
+        those to compute next one that no other request has. False when too few are free."""
+        if self._blocks.grow(request):
+            return True
+        self._note_refused()
+        return False
 
     def num_writable(self, request: Request) -> int:
         """The number of tokens for which a running request has blocks that it may write to: 0 while another one has the
         first of them, since `grow` found no room for a copy."""
-        if not self._copy_on_write.may_write(request):
-            return 0
-        return len(request.block_ids) * self.tokens_per_block - request.num_computed
+        return self._blocks.num_writable(request)
 
     def publish(self, request: Request) -> None:
         """Blocks that became full get their keys, and are saved by `end_step`."""
@@ -193,7 +186,7 @@ class PrefixCache:
         request.hash_blocks(num_full, self.tokens_per_block)
         became_full = range(request.num_published, min(num_full, len(request.keys)))
         if became_full:
-            blocks = [(request.keys[index], request.block_ids[index]) for index in became_full]
+            blocks = self._blocks.at(request, became_full)
             for key, block_id in blocks:
                 self._block_pool.assign_key(block_id, key)
             if self._saves is not None:
@@ -233,8 +226,7 @@ class PrefixCache:
     def release(self, request: Request) -> None:
         """Gives back the blocks of a request that is not loading; published ones stay findable."""
         self.cancel_lookup(request)
-        self._block_pool.free(request.block_ids)
-        request.block_ids = []
+        self._blocks.release(request)
         request.num_computed = request.num_published = 0
         if self._computing is not None:
             self._computing.end(request)
@@ -258,8 +250,7 @@ class PrefixCache:
             published: it follows from what is to be forgotten.
         """
         for request in begun:
-            request.hasher = None
-            request.keys.clear()
+            request.forget_keys()
         if self._loads is not None:
             self._loads.forget()
         if self._computing is not None:
@@ -275,15 +266,6 @@ class PrefixCache:
     def _max_hits(self, request: Request) -> int:
         return min(len(request.keys), (len(request.tokens) - 1) // self.tokens_per_block)
 
-    def _num_blocks(self, request: Request) -> int:
-        return -(-len(request.tokens) // self.tokens_per_block)
-
-    def _allocate(self, num_blocks: int) -> list[int] | None:
-        blocks = self._block_pool.allocate(num_blocks)
-        if blocks is None:
-            self._note_refused()
-        return blocks
-
     def _note_refused(self) -> None:
         if self._cleaner is not None and self.copies_hold_blocks:
             self._cleaner.note_waited()
@@ -291,13 +273,19 @@ class PrefixCache:
     def _is_on_its_way(self, key: BlockKey) -> bool:
         return any(blocks is not None and key in blocks for blocks in (self._loads, self._computing))
 
-    def _num_to_fetch(self, request: Request, num_hits: int, max_hits: int) -> int | None:
-        if self._planning is None:
+    def _is_near(self, key: BlockKey) -> bool:
+        """Whether the device or host memory has this block."""
+        return key in self._block_pool or (self._hierarchy is not None and self._hierarchy.holds(key))
+
+    def _num_to_fetch(self, request: Request, num_hits: int, num_here: int, max_hits: int) -> int | None:
+        if self._planning is None or request.begins_anew:
             return 0
-        return self._planning.num_to_fetch(request, num_hits, max_hits)
+        return self._planning.num_to_fetch(request, num_hits, num_here, max_hits)
 
     def _partial_hit(self, request: Request, position: int) -> PartialHit | Unknown | None:
-        return self._partial_reuse.find(request, position) if self._partial_reuse is not None else None
+        if self._partial_reuse is None or request.begins_anew:
+            return None
+        return self._partial_reuse.find(request, position)
 
     def _note_full(self, request: Request, blocks: range) -> None:
         if self._computing is not None:

@@ -7,13 +7,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.identity.keys import BlockHasher, BlockKey, PreviousHasher
+from kvtier.identity.keys import BlockHasher, BlockKey, PreviousHasher, group_key
 from kvtier.offload import BlockStatus, PreviousKeys
 from kvtier.system.logs import current_request_id
 from kvtier_engine.scheduling.beam_search import BeamSearch
 from kvtier_engine.scheduling.completion import Completion, DoneCallback, FinishReason, Logprobs, TokenCallback
 from kvtier_engine.scheduling.request_spans import RequestSpans
 from kvtier_engine.scheduling.sampling_params import Constraint, Sampling
+
+NO_BLOCK = -1
+"""Stands in a table for a block that the sequence does not hold."""
+_GROUP_LABEL = b"kvtier.engine.group.v1"
 
 
 class Stage(enum.Enum):
@@ -34,6 +38,11 @@ class Lookup:
     ticket: int | None
     """None when there is nothing to wait for."""
     statuses: list[BlockStatus] = field(default_factory=list)
+    """A status for each KV group of each block, block by block."""
+    found: list[str] = field(default_factory=list)
+    """The tiers of the blocks that are not on the device, in the longest prefix that can be had."""
+    num_wanted: int = 0
+    """How many of these are worth fetching."""
 
 
 @dataclass(slots=True)
@@ -89,6 +98,9 @@ class Request:
     keys: list[BlockKey] = field(default_factory=list)
     """Keys of the leading full blocks: at first the prompt's, later also the answer's."""
     block_ids: list[int] = field(default_factory=list)
+    """Device blocks of all layers, or of those with full attention where windowed ones have blocks of their own."""
+    windowed: list[list[int]] = field(default_factory=list)
+    """The same for each windowed group, with `NO_BLOCK` where the sequence holds none."""
     num_computed: int = 0
     num_published: int = 0
     """The number of leading blocks that are known under their keys."""
@@ -101,6 +113,8 @@ class Request:
     refused_at: int | None = None
     """How many blocks were free when they were too few."""
     cached_by_tier: dict[str, int] = field(default_factory=dict)
+    begins_anew: bool = False
+    """A load has failed which windowed layers need as a whole: the request begins once more, and fetches nothing."""
     counted: bool = False
     """`cached_by_tier` is final: what a later start finds are tokens computed for this very request."""
     ttft_s: float | None = None
@@ -109,6 +123,8 @@ class Request:
     constraint: Constraint | None = field(init=False, default=None)
     num_unforked: int = 0
     """How many branches are still to be forked from this one."""
+    _group_keys: list[list[BlockKey]] = field(init=False, default_factory=list)
+    """What `group_keys` has made."""
     unfinished: Unfinished = field(init=False)
     search: BeamSearch | None = field(init=False, default=None)
     """The search that this branch is a beam of."""
@@ -179,12 +195,32 @@ class Request:
         )
         self.keys += self.hasher.hash_blocks(fresh, parent=self.keys[-1] if start else None)
 
-    def previous_keys(self, span: range, tokens_per_block: int) -> list[PreviousKeys]:
-        """What previous secrets of the tenant make of the keys at these positions. Hashes nothing yet."""
+    @property
+    def held_blocks(self) -> list[int]:
+        """All device blocks that it has references to, in chain order within each KV group."""
+        return [*self.block_ids, *(block for table in self.windowed for block in table if block != NO_BLOCK)]
+
+    def group_keys(self, position: int, num_windowed: int) -> list[BlockKey]:
+        """What the KV groups call a block of which there is a key: the full group by that key, and others by their own.
+
+        :param num_windowed: how many others there are: always the same number.
+        """
+        while len(self._group_keys) <= position:
+            self._group_keys.append(keys_of_groups(self.keys[len(self._group_keys)], num_windowed))
+        return self._group_keys[position]
+
+    def forget_keys(self) -> None:
+        """Nothing that it computes from now on is known by a key."""
+        self.hasher = None
+        self.keys.clear()
+        self._group_keys.clear()
+
+    def previous_keys(self, span: range, tokens_per_block: int, num_windowed: int) -> list[PreviousKeys]:
+        """What previous secrets of the tenant make of the keys of all groups at these positions. Hashes nothing yet."""
         if self.hasher is None or not self.hasher.previous:
             return []
         tokens: npt.NDArray[np.int32] = np.array(self.tokens[: span.stop * tokens_per_block], dtype=np.int32)
-        return [_previous_keys(each, tokens, span.start) for each in self.hasher.previous]
+        return [_previous_keys(each, tokens, span.start, num_windowed) for each in self.hasher.previous]
 
     def count_cached(self, tier: str, num_tokens: int) -> None:
         """Counts prompt tokens that were not computed, since this tier had them; only before `counted`."""
@@ -221,14 +257,22 @@ class Request:
         )
 
 
-def _previous_keys(previous: PreviousHasher, tokens: npt.NDArray[np.int32], start: int) -> PreviousKeys:
-    """:param start: the position of the lookup's first key."""
+def keys_of_groups(key: BlockKey, num_windowed: int) -> list[BlockKey]:
+    """What the KV groups call the block with this key, the full one first."""
+    return [key, *(group_key(key, _GROUP_LABEL, group) for group in range(1, num_windowed + 1))]
+
+
+def _previous_keys(
+    previous: PreviousHasher, tokens: npt.NDArray[np.int32], start: int, num_windowed: int
+) -> PreviousKeys:
+    """:param start: the position of the lookup's first block."""
     keys: list[BlockKey] = []
-    size = previous.hasher.tokens_per_block
+    size, num_groups = previous.hasher.tokens_per_block, 1 + num_windowed
 
     def first(num_keys: int) -> list[BlockKey]:
-        fresh = tokens[len(keys) * size : (start + num_keys) * size]
+        stop = start + num_keys // num_groups
+        fresh = tokens[len(keys) * size : stop * size]
         keys.extend(previous.hasher.hash_blocks(fresh, parent=keys[-1] if keys else None))
-        return keys[start : start + num_keys]
+        return [of_group for key in keys[start:stop] for of_group in keys_of_groups(key, num_windowed)]
 
-    return PreviousKeys(previous, first)
+    return PreviousKeys(previous, first, keys_per_block=num_groups)

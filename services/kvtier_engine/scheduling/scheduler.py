@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from kvtier.clock import MONOTONIC, Clock
-from kvtier_engine.model.llama import Chunk
+from kvtier_engine.model.llama import Chunk, over_all_blocks
 from kvtier_engine.model.paged_kv import PagedKV
 from kvtier_engine.scheduling.answers import Answers
 from kvtier_engine.scheduling.branching import Branching
@@ -98,8 +98,8 @@ class Scheduler:
         """Computes into blocks that nobody has, before the first request: for a process's first pass over the
         weights takes twice as long as the next."""
         num_tokens = min(_WARM_UP_TOKENS, self._kv.num_blocks * self._kv.tokens_per_block)
-        self._model.forward([Chunk([0] * num_tokens, 0, range(self._kv.num_blocks))], self._kv)
-        self._model.forward([Chunk([0], 0, range(self._kv.num_blocks))], self._kv)
+        for count in (num_tokens, 1):
+            self._model.forward([over_all_blocks(self._kv, [0] * count)], self._kv)
 
     def add(self, request: Request) -> None:
         """Queues a request. It must fit into the blocks alone, with its whole answer."""
@@ -236,6 +236,7 @@ class Scheduler:
                 request.num_computed,
                 request.block_ids,
                 request.adapter,
+                request.windowed,
             )
             for request, num_tokens in plan
         ]

@@ -38,6 +38,11 @@ class StagedRequests:
             self.loading.remove(request)
             if request.stage is Stage.ENDED:
                 self._cache.release(request)
+            elif request.begins_anew:
+                self._cache.release(request)
+                if request.spans is not None:
+                    request.spans.enter("queue")
+                self.wait_first(request)
             else:
                 self.run(request)
 
