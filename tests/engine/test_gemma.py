@@ -10,6 +10,7 @@ import torch
 
 from engine_model_rig import small_folder
 from engine_rig import EngineRig
+from hierarchy_rig import memory_tier
 from kvtier.errors import ConfigError
 from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.model_folder import ModelFolder, open_model
@@ -73,28 +74,39 @@ def test_logits_are_as_exact_as_transformers(gemma: Gemma, dtype: torch.dtype) -
     assert 0 < our_error <= 2 * their_error
 
 
-@pytest.mark.parametrize("tiers", [False, True], ids=["device", "host"])
-def test_tokens_are_those_of_transformers_cold_and_cached(gemma: Gemma, tiers: bool) -> None:
-    folder, hf = gemma
-    prompts = [prompt_of(LENGTH), prompt_of(70)[:61] + prompt_of(30, seed=2), prompt_of(20, seed=3)]
-    expected = []
-    for prompt in prompts:
+@pytest.fixture(scope="module")
+def answers(gemma: Gemma) -> list[tuple[list[int], tuple[int, ...]]]:
+    """Prompts and transformers' answers: some prompts leave a known one within a block, and within its window."""
+    document, answered = prompt_of(LENGTH), []
+    for prompt in (document, document[:61] + prompt_of(30, seed=2), prompt_of(20, seed=3), [*document[:90], 7, 8, 9]):
         with torch.inference_mode():
-            found = hf.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=WINDOW + 10)
-        expected.append(found[0, len(prompt) :].tolist())
-    model = model_of(folder)
-    cold = EngineRig(cache=False, tiers=False, model=model, config=folder.config, num_blocks=120)
-    warm = EngineRig(
-        tiers=tiers, model=model, config=folder.config, num_blocks=150, max_batch_tokens=37, cache_aware=True
-    )
-    for rig, rounds in ((cold, 1), (warm, 3)):
-        for _ in range(rounds):
-            requests = [rig.add(prompt, WINDOW + 10) for prompt in prompts]
-            rig.run()
-            assert [list(rig.done[request].token_ids) for request in requests] == expected
-    assert any(rig_done.cached_by_tier for rig_done in warm.done.values())
-    cold.close()
-    warm.close()
+            found = gemma[1].generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=WINDOW + 10)
+        answered.append((prompt, tuple(found[0, len(prompt) :].tolist())))
+    return answered
+
+
+@pytest.mark.parametrize("place", ["device", "pool", "crowded"])
+def test_tokens_are_those_of_transformers_cold_and_cached(
+    gemma: Gemma, answers: list[tuple[list[int], tuple[int, ...]]], place: str
+) -> None:
+    """In another engine over one pool, too, as two branches, and where requests lose their blocks to each other."""
+    shared = memory_tier("pool") if place == "pool" else None
+    little = {"num_blocks": 75, "num_slots": 40} if place == "crowded" else {"num_blocks": 200, "num_slots": 150}
+    settings: dict[str, Any] = {"model": model_of(gemma[0]), "tiers": place != "device", "shared": shared, **little}
+    cold = EngineRig(num_blocks=150, model=settings["model"], tiers=False, cache=False)
+    warm, fresh = (EngineRig(max_batch_tokens=37, cache_aware=True, **settings) for _ in range(2))
+    for number, rig in enumerate([cold, warm, warm, fresh] if place == "pool" else [warm, warm, warm]):
+        requests = [rig.add(prompt, WINDOW + 10, num_branches=1 + number % 2) for prompt, _ in answers]
+        rig.run()
+        for request, (_, expected) in zip(requests, answers, strict=True):
+            assert {answer.token_ids for answer in rig.answers[request].values()} == {expected}
+    found = {tier for rig in (warm, fresh) for done in rig.done.values() for tier in done.cached_by_tier}
+    assert found >= {"pool": {"device", "host", "pool"}}.get(place, {"device"})
+    assert place != "crowded" or warm.counter("engine_preemptions") > 0
+    for rig in (cold, warm, fresh):
+        rig.close()
+    if shared is not None:
+        shared.close()
 
 
 def test_only_soft_caps_keep_a_gemma_from_invariance(gemma: Gemma) -> None:

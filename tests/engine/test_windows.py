@@ -194,4 +194,4 @@ def test_prefixes_of_the_device_and_of_tiers_are_those_that_a_search_of_all_find
         fetchable = Fetchable(request, Lookup(0, 0.0, None, statuses), 0, rig.cache._windowed)
         expected = max(n for n in range(13) if there[:n, 0].all() and there[max(0, n - SEEN) : n].all())
         assert fetchable.longest(12, (Status.HIT,)) == expected
-        assert len(fetchable.to_fetch(0, expected)) == expected + NUM_WINDOWED * min(expected, SEEN)
+        assert len(fetchable.to_fetch(expected)) == expected + NUM_WINDOWED * min(expected, SEEN)

@@ -115,7 +115,7 @@ class FetchPlanning:
         lookup = fetchable.lookup
         lookup.found, lookup.num_wanted = [], 0
         while most > num_hits:
-            blocks = fetchable.to_fetch(num_hits, most)
+            blocks = fetchable.to_fetch(most)
             tiers = {position: block.tier for position, block in reversed(blocks) if position >= num_hits}
             lookup.found = lookup.found or [tiers[position] for position in sorted(tiers)]
             num_worth = self._hierarchy.plan_fetch([block for _, block in blocks])

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from operator import itemgetter
 
 from kvtier.offload import BlockStatus
 from kvtier.offload.planner import MISSING
@@ -31,20 +32,19 @@ class Fetchable:
             end += 1
         return self.windowed.longest(end, lambda position: self._window_is_there(position, wanted))
 
-    def to_fetch(self, start: int, num_blocks: int) -> list[tuple[int, BlockStatus]]:
-        """What a prefix of so many blocks needs that is not on the device: positions in order, and where it is.
-
-        :param start: the length of the longest prefix that is on the device.
-        """
-        first = self.windowed.first_needed(num_blocks)
-        found: list[tuple[int, BlockStatus]] = []
-        for position in range(min(start, first), num_blocks):
-            if position >= self.num_here:
-                found.append((position, self._status(position, 0)))
-            if position >= first:
-                keys = enumerate(self.windowed.keys(self.request, position), 1)
-                found += [(position, self._status(position, group)) for group, key in keys if key not in self.windowed]
-        return found
+    def to_fetch(self, num_blocks: int) -> list[tuple[int, BlockStatus]]:
+        """What a prefix of so many blocks needs that is not on the device: positions in order, and where it is."""
+        start, stop = ((end - self.lookup.first_block) * self._num_groups for end in (self.num_here, num_blocks))
+        found = list(
+            zip(range(self.num_here, num_blocks), self.lookup.statuses[start : stop : self._num_groups], strict=False)
+        )
+        of_window = [
+            (position, self._status(position, group))
+            for position in range(self.windowed.first_needed(num_blocks), num_blocks)
+            for group, key in enumerate(self.windowed.keys(self.request, position), 1)
+            if key not in self.windowed
+        ]
+        return sorted(found + of_window, key=itemgetter(0)) if of_window else found
 
     @property
     def _num_groups(self) -> int:
