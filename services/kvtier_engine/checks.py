@@ -59,10 +59,12 @@ def _model(config: Config) -> Iterable[Finding]:
         weight_files(path)
     except ConfigError as error:
         yield Finding(Severity.ERROR, "engine.model", str(error))
-    yield from _sizes(config, shape.bytes_per_token(config.engine.dtype))
+    dtype = config.engine.dtype
+    yield from _sizes(config, shape.bytes_per_token(dtype), shape.window_bytes(dtype, _FEW_TOKENS))
 
 
-def _sizes(config: Config, token_bytes: int) -> Iterable[Finding]:
+def _sizes(config: Config, token_bytes: int, window_bytes: int) -> Iterable[Finding]:
+    """:param window_bytes: of a conversation's last window, in the layers that need no more."""
     tokens = int(config.engine.kv_bytes) // token_bytes
     if tokens < _FEW_TOKENS:
         yield Finding(
@@ -75,11 +77,12 @@ def _sizes(config: Config, token_bytes: int) -> Iterable[Finding]:
     capacities = [("engine.kv_bytes", int(config.engine.kv_bytes)), ("host.capacity_bytes", config.host_bytes())]
     if config.disk.directory is not None:
         capacities.append(("disk.capacity_bytes", int(config.disk.capacity_bytes)))
+    conversation = token_bytes * _FEW_TOKENS + window_bytes
     for key, nbytes in capacities:
         yield Finding(
             Severity.NOTE,
             key,
             f"{size_words(nbytes)} are {nbytes // block:,} blocks of {config.cache.tokens_per_block} tokens, "
-            f"{nbytes // token_bytes:,} tokens, or {nbytes // (token_bytes * _FEW_TOKENS):,} conversations of "
+            f"{nbytes // token_bytes:,} tokens, or {nbytes // conversation:,} conversations of "
             f"{_FEW_TOKENS:,} tokens",
         )

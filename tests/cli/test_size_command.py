@@ -52,6 +52,23 @@ def test_what_is_no_model_is_said(tmp_path: Path, raw: Any, part: str) -> None:
         load_model_shape(tmp_path / "nowhere")
 
 
+GEMMA = {**LLAMA_8B, "num_hidden_layers": 26, "model_type": "gemma3_text", "sliding_window": 512}
+KINDS = [("full" if layer % 6 == 5 else "sliding") + "_attention" for layer in range(26)]
+
+
+@pytest.mark.parametrize(
+    ("raw", "full"), [(GEMMA, 4), ({**GEMMA, "model_type": "gemma2"}, 13), ({**GEMMA, "layer_types": KINDS}, 4)]
+)
+def test_windows_count_once_in_a_conversation(tmp_path: Path, raw: Any, full: int) -> None:
+    shape, of_layer = load_model_shape(folder(tmp_path, raw)), 2 * 8 * 128
+    assert shape.kv_values_per_token == full * of_layer
+    assert shape.window_bytes("bfloat16", 4096) == 512 * (26 - full) * of_layer * 2
+    assert shape.window_bytes("fp8", 100) == 100 * (26 - full) * of_layer
+    found = estimate(Demand(100, 16, 40, conversations=10, active_conversations=2, window_bytes=50))
+    assert (found.conversation_bytes, found.disk_bytes) == (3250, 32500)
+    assert found.memory_bytes == 2 * 2 * (1600 + 768) + 2 * 50
+
+
 def gguf_file(path: Path, architecture: str, **numbers: int) -> Path:
     writer = GGUFWriter(path, architecture)
     for name, number in numbers.items():

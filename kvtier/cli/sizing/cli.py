@@ -52,7 +52,8 @@ def size(
     in_memory = active if active is not None else max(1, conversations // 10)
     if in_memory > conversations:
         raise ConfigError(f"--active {in_memory}: more than --conversations {conversations}; lower it")
-    demand = Demand(token_bytes, tokens_per_block, tokens, conversations, in_memory)
+    window_bytes = shape.window_bytes(kv_dtype, tokens)
+    demand = Demand(token_bytes, tokens_per_block, tokens, conversations, in_memory, window_bytes)
     found = estimate(demand)
     links = ways(found.conversation_bytes, tokens, prefill_tokens_per_s)
     break_even = None if prefill_tokens_per_s is None else break_even_bytes_per_s(token_bytes, prefill_tokens_per_s)
@@ -82,7 +83,9 @@ def _print(shape: ModelShape, demand: Demand, found: Estimate, hosts: int) -> No
     print(f"{shape.name}: {size_words(demand.bytes_per_token)} of KV a token")
     print(f"a block of {demand.tokens_per_block} tokens: {size_words(found.block_bytes)}")
     print(f"a conversation of {demand.conversation_tokens:,} tokens: {size_words(found.conversation_bytes)}")
-    if shape.num_windowed_layers:
+    if demand.window_bytes:
+        print(f"of that {size_words(demand.window_bytes)} in layers that see {shape.window_tokens:,} tokens only")
+    elif shape.num_windowed_layers:
         print(f"{shape.num_windowed_layers} layers keep a window or a state of one size each: not counted")
     each = f" on each of {hosts} hosts" if hosts > 1 else ""
     in_memory = size_words(found.memory_bytes / hosts)

@@ -18,6 +18,8 @@ class Demand:
     """Conversations that are to be found again."""
     active_conversations: int
     """The conversations that go on within minutes, and should come from memory."""
+    window_bytes: int = 0
+    """What layers with a sliding window keep of a conversation, however long it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,11 @@ def estimate(demand: Demand) -> Estimate:
     """Returns bytes for `demand`. Only full blocks are kept."""
     block_bytes = demand.bytes_per_token * demand.tokens_per_block
     blocks = demand.conversation_tokens // demand.tokens_per_block
-    conversation_bytes = blocks * block_bytes
+    conversation_bytes = blocks * block_bytes + demand.window_bytes
     return Estimate(
         block_bytes=block_bytes,
         conversation_bytes=conversation_bytes,
-        memory_bytes=demand.active_conversations * blocks * (block_bytes + _OVERHEAD_PER_BLOCK),
+        memory_bytes=demand.active_conversations * (conversation_bytes + blocks * _OVERHEAD_PER_BLOCK),
         disk_bytes=demand.conversations * conversation_bytes,
     )
 

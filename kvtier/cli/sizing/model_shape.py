@@ -12,6 +12,9 @@ from kvtier.identity.gguf_file import SHAPE_NAMES, read_gguf
 DTYPE_BYTES: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 """Bytes of one number of KV, by the names that engines have for it."""
 _FULL_ATTENTION = ("full_attention", "attention")
+_WINDOWED = "sliding_attention"
+_FULL_EVERY: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6}
+"""Every so many layers, one keeps KV of the whole prompt and others of a window, where `layer_types` does not say."""
 _PLAIN_IN_GGUF = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe")
 """Architectures all layers of which keep KV of the whole prompt: of others, GGUF does not say which layers do."""
 
@@ -25,6 +28,10 @@ class ModelShape:
     """Numbers that all layers keep for each token, however long the prompt is."""
     num_windowed_layers: int
     """Layers that keep a window of tokens, or a state of one size: not counted in `kv_values_per_token`."""
+    window_tokens: int = 0
+    """How many tokens of a conversation are kept in layers with a sliding window."""
+    window_values_per_token: int = 0
+    """Numbers that these layers keep for each of those tokens."""
 
     def bytes_per_token(self, kv_dtype: str) -> int:
         """Returns the bytes of KV per token, over all ranks of an engine.
@@ -32,6 +39,11 @@ class ModelShape:
         :param kv_dtype: a key of `DTYPE_BYTES`.
         """
         return int(self.kv_values_per_token * DTYPE_BYTES[kv_dtype])
+
+    def window_bytes(self, kv_dtype: str, conversation_tokens: int) -> int:
+        """Returns the bytes of KV that layers with a sliding window keep of a conversation, likewise."""
+        num_tokens = min(conversation_tokens, self.window_tokens)
+        return int(num_tokens * self.window_values_per_token * DTYPE_BYTES[kv_dtype])
 
 
 def load_model_shape(model: Path) -> ModelShape:
@@ -71,21 +83,27 @@ def _config_of_gguf(path: Path) -> Mapping[str, Any]:
 
 
 def _shape(path: Path, name: str, text: Mapping[str, Any]) -> ModelShape:
-    layers = _number(path, text, "num_hidden_layers")
-    full = _full_layers(text, layers)
+    kinds = _kinds(text, _number(path, text, "num_hidden_layers"))
+    full, of_layer = sum(kind in _FULL_ATTENTION for kind in kinds), _values_per_layer(path, text)
+    window = text.get("sliding_window")
     return ModelShape(
         name=name,
-        kv_values_per_token=full * _values_per_layer(path, text),
-        num_windowed_layers=layers - full,
+        kv_values_per_token=full * of_layer,
+        num_windowed_layers=len(kinds) - full,
+        window_tokens=window if isinstance(window, int) else 0,
+        window_values_per_token=kinds.count(_WINDOWED) * of_layer,
     )
 
 
-def _full_layers(text: Mapping[str, Any], layers: int) -> int:
-    types = text.get("layer_types")
-    if isinstance(types, list) and types:
-        return sum(1 for kind in types if kind in _FULL_ATTENTION)
-    has_window = isinstance(text.get("sliding_window"), int) and text.get("use_sliding_window", True)
-    return 0 if has_window else layers
+def _kinds(text: Mapping[str, Any], layers: int) -> list[str]:
+    """What each layer attends to, as `layer_types` names it."""
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list) and kinds:
+        return kinds
+    if not isinstance(text.get("sliding_window"), int) or not text.get("use_sliding_window", True):
+        return [_FULL_ATTENTION[0]] * layers
+    every = text.get("sliding_window_pattern") or _FULL_EVERY.get(str(text.get("model_type")), layers + 1)
+    return [_WINDOWED if (index + 1) % every else _FULL_ATTENTION[0] for index in range(layers)]
 
 
 def _values_per_layer(path: Path, text: Mapping[str, Any]) -> int:
