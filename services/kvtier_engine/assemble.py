@@ -270,14 +270,16 @@ def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype, device: t
     groups = KVGroups.of(folder.config)
     block_bytes = bytes_per_block(folder.config, config.cache.tokens_per_block, dtype, groups)
     num_blocks = int(config.engine.kv_bytes) // block_bytes
-    if num_blocks < 1:
+    of_token = 1 + groups.num_windowed
+    least_bytes = block_bytes * of_token
+    if num_blocks < of_token:
         raise ConfigError(
-            f"engine.kv_bytes: {int(config.engine.kv_bytes):,} bytes do not hold one block of {block_bytes:,}; "
-            f"give at least the {block_bytes * 64:,} of 64 blocks"
+            f"engine.kv_bytes: {int(config.engine.kv_bytes):,} bytes do not hold one block of {least_bytes:,}; "
+            f"give at least the {least_bytes * 64:,} of 64 blocks"
         )
     log.info(
         "%d blocks of %d tokens, %d bytes each, on %s; a token has %d",
-        num_blocks, config.cache.tokens_per_block, block_bytes, device, 1 + groups.num_windowed,
+        num_blocks, config.cache.tokens_per_block, block_bytes, device, of_token,
     )  # fmt: skip
     try:
         return allocate_kv(folder.config, num_blocks, config.cache.tokens_per_block, dtype, device, groups)

@@ -12,10 +12,12 @@ from engine_model_rig import small_folder
 from engine_rig import EngineRig
 from hierarchy_rig import memory_tier
 from kvtier.errors import ConfigError
+from kvtier_engine.model.kv_groups import KVGroups
 from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.model_folder import ModelFolder, open_model
 from kvtier_engine.model.paged_kv import allocate_kv
 from kvtier_engine.model.weights import load_weights
+from kvtier_engine.scheduling.request import NO_BLOCK
 
 WINDOW, LENGTH = 24, 100
 COMMON: dict[str, Any] = {
@@ -126,3 +128,11 @@ def test_only_soft_caps_keep_a_gemma_from_invariance(gemma: Gemma) -> None:
     for logits, kv_tensor in results[1:]:
         assert torch.equal(logits, results[0][0])
         assert torch.equal(kv_tensor, results[0][1])
+    groups = KVGroups.of(folder.config)
+    kv, blocks = allocate_kv(folder.config, 57, 16, torch.bfloat16, groups=groups), [*range(57)]
+    kv.tensor.fill_(float("nan"))
+    for start, stop in itertools.pairwise((0, 30, 70, 298, 299, 300)):
+        left = max(0, start - WINDOW + 1) // 16
+        tables = [[NO_BLOCK] * left + blocks[group + 3 * left :: 3] for group in (1, 2)]
+        logits = model.forward([Chunk(ids[start:stop], start, blocks[::3], windowed_tables=tables)], kv)
+    assert torch.equal(logits, results[0][0]), "nor do blocks of their own, without those that the window has left"

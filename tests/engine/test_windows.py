@@ -1,8 +1,11 @@
 """Windowed layers have blocks of their own: a hit needs, loads and holds what the window sees, and nothing is wrong."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from random import Random
 
+import msgpack
 import pytest
 import torch
 
@@ -21,12 +24,16 @@ from engine_rig import (
 from hierarchy_rig import Held, pool_tier
 from kvtier.identity.keys import BlockHasher, BlockKey, PrefixHasher, PreviousHasher, rank_keys, tenant_id
 from kvtier.offload import BlockStatus
+from kvtier.offload.planner import MISSING
 from kvtier.tiers.base import Status, Tier
+from kvtier_engine.events.event_form import external_hash
+from kvtier_engine.events.kv_events import KVEvents
 from kvtier_engine.model.kv_groups import ONE_GROUP, KVGroups
 from kvtier_engine.model.paged_kv import kv_namespace
 from kvtier_engine.scheduling.engine import EngineLimits
+from kvtier_engine.scheduling.fetch_planning import FetchPlanning
 from kvtier_engine.scheduling.fetchable import Fetchable
-from kvtier_engine.scheduling.request import NO_BLOCK, Lookup, Request, keys_of_groups
+from kvtier_engine.scheduling.request import NO_BLOCK, Request, keys_of_groups
 from kvtier_engine.scheduling.sampling_params import Sampling
 from naive_answers import naive_answer
 
@@ -146,7 +153,7 @@ def test_prompts_of_before_a_rotation_are_found_in_all_groups(make_rig: MakeRig,
     assert (done.token_ids, done.cached_by_tier) == (judge(tokens), {"pool": 40})
 
 
-@pytest.mark.parametrize("num_blocks", [9, 30, 33, 61])
+@pytest.mark.parametrize("num_blocks", [9, 30, 40])
 def test_the_longest_request_that_is_allowed_fits(make_rig: MakeRig, num_blocks: int) -> None:
     rig = make_rig(num_blocks=num_blocks, num_slots=16, max_batch_tokens=50)
     limits = EngineLimits.of(max_positions=4096, kv=rig.kv, vocab_size=61)
@@ -178,20 +185,80 @@ def test_groups_of_known_geometries() -> None:
     assert KVGroups.of(replace(WINDOWED_CONFIG, windowed_layers=(True, True, True))) == ONE_GROUP
 
 
-def test_prefixes_of_the_device_and_of_tiers_are_those_that_a_search_of_all_finds(make_rig: MakeRig) -> None:
-    rig = make_rig(tiers=False)
-    assert rig.hasher is not None
-    tokens, statuses = prompt(49), list[BlockStatus]()
-    request = Request(
-        request_id=1, tokens=tokens, sampling=Sampling(max_tokens=1), hasher=rig.hasher, on_done=lambda _: None,
-        arrived_at=0.0,
-    )  # fmt: skip
-    request.hash_blocks(12, TOKENS_PER_BLOCK)
-    random = torch.Generator().manual_seed(1)
+class Answering:
+    """A hierarchy that answers with `statuses` and finds so many blocks worth fetching."""
+
+    def __init__(self) -> None:
+        self.statuses: list[BlockStatus] = []
+        self.num_worth = 0
+
+    def start_lookup(self, keys: Sequence[BlockKey], _: object) -> int:
+        assert len(keys) == len(self.statuses)
+        return 1
+
+    def poll_lookup(self, _: int) -> list[BlockStatus]:
+        return self.statuses
+
+    def plan_fetch(self, blocks: Sequence[BlockStatus]) -> int:
+        return min(self.num_worth, len(blocks))
+
+
+def test_prefixes_are_those_that_a_search_of_all_finds(make_rig: MakeRig) -> None:
+    """Whatever is there below, and however much of it is worth fetching."""
+    rig, answering, random = make_rig(tiers=False), Answering(), Random(1)
+    windowed = rig.cache._windowed
+    planning = FetchPlanning(answering, windowed, TOKENS_PER_BLOCK)  # type: ignore[arg-type]
     for _ in range(300):
-        there = torch.rand((12, 3), generator=random) < 0.85
-        statuses = [BlockStatus(Status.HIT if hit else Status.MISS, "host") for hit in there.flatten().tolist()]
-        fetchable = Fetchable(request, Lookup(0, 0.0, None, statuses), 0, rig.cache._windowed)
-        expected = max(n for n in range(13) if there[:n, 0].all() and there[max(0, n - SEEN) : n].all())
-        assert fetchable.longest(12, (Status.HIT,)) == expected
-        assert len(fetchable.to_fetch(expected)) == expected + NUM_WINDOWED * min(expected, SEEN)
+        request = Request(
+            request_id=1,
+            tokens=prompt(49),
+            sampling=Sampling(max_tokens=1),
+            hasher=rig.hasher,
+            on_done=lambda _: None,
+            arrived_at=0.0,
+        )
+        request.hash_blocks(12, TOKENS_PER_BLOCK)
+        there = [[random.random() < 0.85 for _ in range(1 + NUM_WINDOWED)] for _ in range(12)]
+        hits = {True: BlockStatus(Status.HIT, "host"), False: MISSING}
+        answering.statuses = [hits[is_there] for block in there for is_there in block]
+        usable = [n for n in range(13) if all(of[0] for of in there[:n]) and all(map(all, there[max(0, n - SEEN) : n]))]
+        answering.num_worth = 99
+        assert planning.num_to_fetch(request, 0, 0, 12) == max(usable)
+        assert request.lookup is not None
+        found = Fetchable(request, request.lookup, 0, windowed).to_fetch(max(usable))
+        assert len(found) == max(usable) + NUM_WINDOWED * min(max(usable), SEEN)
+        answering.num_worth = random.randrange(15)
+        fetched = planning.num_to_fetch(request, 0, 0, 12)
+        assert fetched is not None
+        assert fetched in usable
+        assert fetched + NUM_WINDOWED * min(fetched, SEEN) <= answering.num_worth
+        assert planning.num_to_fetch(request, 12, 12, 12) == 0
+
+
+class Heard:
+    """What a listener of events believes to be on the device, by hash."""
+
+    has_room = True
+
+    def __init__(self) -> None:
+        self.blocks: set[int] = set()
+
+    def publish(self, batch: bytes) -> None:
+        for event in msgpack.unpackb(batch)[1]:
+            if event.get("medium") == "GPU":
+                change = self.blocks.update if event["type"] == "BlockStored" else self.blocks.difference_update
+                change(event["block_hashes"])
+
+
+def test_events_tell_of_the_full_group(make_rig: MakeRig) -> None:
+    rig, heard, full = make_rig(num_blocks=60, tiers=False), Heard(), set[BlockKey]()
+    events = rig.cache._events = KVEvents(heard, rig.block_pool, TOKENS_PER_BLOCK, "int64")
+    rig.block_pool._on_evict = lambda key, _: events.note_evicted(key)
+    assert rig.hasher is not None
+    for number in (1, 2, 3, 1):
+        tokens = prompt(40, seed=number)
+        full.update(rig.hasher.hash_blocks([*tokens, *rig.ask(tokens).token_ids][:44]))
+        rig.step()
+        on_device = {key for key in full if key in rig.block_pool}
+        assert heard.blocks == {external_hash(key, "int64") for key in on_device}
+    assert on_device < full

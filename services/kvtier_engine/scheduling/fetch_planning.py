@@ -72,7 +72,8 @@ class FetchPlanning:
                 request.spans.enter("queue")
         fetchable = Fetchable(request, lookup, num_here, self._windowed)
         most = fetchable.longest(max_hits, _HERE)
-        if self._worth_asking_again(request, fetchable.longest(max_hits, _HERE_SOON) > max(most, num_hits)):
+        is_coming = most < max_hits and fetchable.longest(max_hits, _HERE_SOON) > max(most, num_hits)
+        if self._worth_asking_again(request, is_coming):
             if self._clock() - lookup.asked_at >= self._pending.ask_every_s:
                 request.lookup = None
             return None
