@@ -57,20 +57,14 @@ class FetchPlanning:
         """
         if num_hits >= max_hits:
             return 0
-        first, lookup = min(num_hits, self._windowed.first_needed(num_hits + 1)), request.lookup
+        lookup = request.lookup
         # Eviction may have taken device hits that were not asked for.
-        if lookup is None or first < lookup.first_block:
+        if lookup is None or num_hits < lookup.first_block:
             self.cancel(request)
-            lookup = request.lookup = self._asked(request, range(first, max_hits))
-        if lookup.ticket is not None:
-            statuses = self._hierarchy.poll_lookup(lookup.ticket)
-            if statuses is None:
-                return None
-            lookup.ticket, lookup.statuses = None, statuses
-            if request.spans is not None:
-                request.spans.note(**_hits_by_tier(statuses))
-                request.spans.enter("queue")
+            lookup = request.lookup = self._asked(request, range(num_hits, max_hits), range(1))
         fetchable = Fetchable(request, lookup, num_here, self._windowed)
+        if not self._is_answered(request, lookup) or not self._knows_windows(fetchable, num_hits, max_hits):
+            return None
         most = fetchable.longest(max_hits, _HERE)
         is_coming = most < max_hits and fetchable.longest(max_hits, _HERE_SOON) > max(most, num_hits)
         if self._worth_asking_again(request, is_coming):
@@ -95,21 +89,53 @@ class FetchPlanning:
 
     def cancel(self, request: Request) -> None:
         """Forgets what was asked and answered."""
-        if request.lookup is not None and request.lookup.ticket is not None:
-            self._hierarchy.cancel_lookup(request.lookup.ticket)
+        if request.lookup is not None:
+            self._cancel(request.lookup)
+            self._cancel(request.lookup.windows)
         request.lookup = None
 
-    def _asked(self, request: Request, span: range) -> Lookup:
-        """A lookup of all KV groups' blocks at these positions."""
-        num_windowed, keys = self._windowed.num_groups, request.keys[span.start : span.stop]
-        if num_windowed:
-            keys = [key for position in span for key in request.group_keys(position, num_windowed)]
-        previous = request.previous_keys(span, self._tokens_per_block, num_windowed)
+    def _asked(self, request: Request, span: range, groups: range) -> Lookup:
+        """A lookup of these KV groups' blocks at these positions."""
+        keys = request.keys[span.start : span.stop]
+        if groups.start:
+            keys = [key for position in span for key in self._windowed.keys(request, position)]
+        previous = request.previous_keys(span, self._tokens_per_block, groups)
         if request.spans is not None:
             request.spans.enter("lookup", blocks=len(keys))
         with within_stage(request), within_request(request.log_id):
             ticket = self._hierarchy.start_lookup(keys, previous)
         return Lookup(span.start, self._clock(), ticket)
+
+    def _is_answered(self, request: Request, lookup: Lookup) -> bool:
+        if lookup.ticket is not None:
+            statuses = self._hierarchy.poll_lookup(lookup.ticket)
+            if statuses is None:
+                return False
+            lookup.ticket, lookup.statuses = None, statuses
+            if request.spans is not None:
+                request.spans.note(**_hits_by_tier(statuses))
+                request.spans.enter("queue")
+        return True
+
+    def _knows_windows(self, fetchable: Fetchable, num_hits: int, max_hits: int) -> bool:
+        """Whether windowed groups have answered for all that may be of use: the last window of what full layers have,
+        and where that is not there, or not yet, all windows."""
+        request, lookup, windowed = fetchable.request, fetchable.lookup, self._windowed
+        end = fetchable.num_full(max_hits, _HERE_SOON) if windowed.num_groups else num_hits
+        last = windowed.first_needed(end)
+        for first in (last, min(last, windowed.first_needed(num_hits + 1))) if end > num_hits else ():
+            if fetchable.longest(max_hits, _HERE) == end:
+                break
+            if lookup.windows is None or first < lookup.windows.first_block:
+                self._cancel(lookup.windows)
+                lookup.windows = self._asked(request, range(first, end), range(1, 1 + windowed.num_groups))
+            if not self._is_answered(request, lookup.windows):
+                return False
+        return True
+
+    def _cancel(self, lookup: Lookup | None) -> None:
+        if lookup is not None and lookup.ticket is not None:
+            self._hierarchy.cancel_lookup(lookup.ticket)
 
     def _num_worth_fetching(self, fetchable: Fetchable, num_hits: int, most: int) -> int:
         """:param most: the length of the longest prefix that can be had."""

@@ -38,7 +38,9 @@ class Lookup:
     ticket: int | None
     """None when there is nothing to wait for."""
     statuses: list[BlockStatus] = field(default_factory=list)
-    """A status for each KV group of each block, block by block."""
+    """Of the full group: a status for each block."""
+    windows: "Lookup | None" = None
+    """What was asked of the windowed groups afterwards: a status for each of them of each block, block by block."""
     found: list[str] = field(default_factory=list)
     """The tiers of the blocks that are not on the device, in the longest prefix that can be had."""
     num_wanted: int = 0
@@ -215,12 +217,12 @@ class Request:
         self.keys.clear()
         self._group_keys.clear()
 
-    def previous_keys(self, span: range, tokens_per_block: int, num_windowed: int) -> list[PreviousKeys]:
-        """What previous secrets of the tenant make of the keys of all groups at these positions. Hashes nothing yet."""
+    def previous_keys(self, span: range, tokens_per_block: int, groups: range) -> list[PreviousKeys]:
+        """What previous secrets of the tenant make of these groups' keys at these positions. Hashes nothing yet."""
         if self.hasher is None or not self.hasher.previous:
             return []
         tokens: npt.NDArray[np.int32] = np.array(self.tokens[: span.stop * tokens_per_block], dtype=np.int32)
-        return [_previous_keys(each, tokens, span.start, num_windowed) for each in self.hasher.previous]
+        return [_previous_keys(each, tokens, span.start, groups) for each in self.hasher.previous]
 
     def count_cached(self, tier: str, num_tokens: int) -> None:
         """Counts prompt tokens that were not computed, since this tier had them; only before `counted`."""
@@ -262,17 +264,15 @@ def keys_of_groups(key: BlockKey, num_windowed: int) -> list[BlockKey]:
     return [key, *(group_key(key, _GROUP_LABEL, group) for group in range(1, num_windowed + 1))]
 
 
-def _previous_keys(
-    previous: PreviousHasher, tokens: npt.NDArray[np.int32], start: int, num_windowed: int
-) -> PreviousKeys:
+def _previous_keys(previous: PreviousHasher, tokens: npt.NDArray[np.int32], start: int, groups: range) -> PreviousKeys:
     """:param start: the position of the lookup's first block."""
     keys: list[BlockKey] = []
-    size, num_groups = previous.hasher.tokens_per_block, 1 + num_windowed
+    size = previous.hasher.tokens_per_block
 
     def first(num_keys: int) -> list[BlockKey]:
-        stop = start + num_keys // num_groups
+        stop = start + num_keys // len(groups)
         fresh = tokens[len(keys) * size : stop * size]
         keys.extend(previous.hasher.hash_blocks(fresh, parent=keys[-1] if keys else None))
-        return [of_group for key in keys[start:stop] for of_group in keys_of_groups(key, num_windowed)]
+        return [keys_of_groups(key, groups.stop - 1)[group] for key in keys[start:stop] for group in groups]
 
-    return PreviousKeys(previous, first, keys_per_block=num_groups)
+    return PreviousKeys(previous, first, keys_per_block=len(groups))
