@@ -2,18 +2,22 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine_rig import CONFIG, TOKENS_PER_BLOCK, VOCABULARY, tiny_model
+from engine_rig import CONFIG, TOKENS_PER_BLOCK, VOCABULARY, WINDOWED_CONFIG, WINDOWED_MODEL, tiny_model
 from kvtier_engine.model import llama
+from kvtier_engine.model.kv_groups import KVGroups
 from kvtier_engine.model.llama import Chunk
 from kvtier_engine.model.paged_kv import PagedKV, allocate_kv
+from kvtier_engine.scheduling.request import NO_BLOCK
 from kvtier_kernels import SharedPrefixes
 from kvtier_kernels.attention import layer_attention, paged_decode
 
+WINDOW = WINDOWED_CONFIG.sliding_window or 0
 TOLERANCE = 1e-3
 """On logits of up to 20, as between batches on CPU (`test_engine_model.py`); a wrong key moves them 20 times as far."""
 
@@ -66,6 +70,25 @@ def steps() -> list[list[Chunk]]:
 def run(kv: PagedKV) -> list[Tensor]:
     model = tiny_model()
     return [model.forward(chunks, kv) for chunks in steps()]
+
+
+def in_groups(chunk: Chunk) -> Chunk:
+    """With blocks of their own for windowed layers, and none for what their window has left."""
+    left = max(0, chunk.start - WINDOW + 1) // TOKENS_PER_BLOCK
+    tables = [[NO_BLOCK] * left + [24 * group + block for block in chunk.block_table[left:]] for group in (1, 2)]
+    return replace(chunk, windowed_tables=tables)
+
+
+def test_windowed_layers_read_no_block_that_their_window_has_left() -> None:
+    kv = allocate_kv(WINDOWED_CONFIG, 72, TOKENS_PER_BLOCK, torch.float32, groups=KVGroups.of(WINDOWED_CONFIG))
+    expected_kv = allocate_kv(WINDOWED_CONFIG, 24, TOKENS_PER_BLOCK, torch.float32)
+    for each in (kv, expected_kv):
+        each.tensor.fill_(float("nan"))
+    expected = [WINDOWED_MODEL.forward(chunks, expected_kv) for chunks in steps()]
+    with triton_kernels():
+        logits = [WINDOWED_MODEL.forward(list(map(in_groups, chunks)), kv) for chunks in steps()]
+    for ours, theirs in zip(logits, expected, strict=True):
+        assert (ours - theirs).abs().max().item() < TOLERANCE
 
 
 def test_logits_and_kv_are_those_of_the_cpu_path() -> None:
