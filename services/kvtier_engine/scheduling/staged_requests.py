@@ -72,6 +72,7 @@ class StagedRequests:
         """Takes the blocks of a running request, which begins again later."""
         self.running.remove(request)
         self._cache.release(request)
+        request.begins_anew = False  # what it had computed may be below by now
         if request.spans is not None:
             request.spans.enter("queue", preempted=True)
         self.wait_first(request)
