@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
 from engine_rig import CONFIG, MODEL, TOKENS_PER_BLOCK, MakeRig, judge, prompt, rigs
+from kvtier.errors import InvalidInputError
 from kvtier_engine.model.llama import Chunk
 from kvtier_engine.model.paged_kv import allocate_kv
 from kvtier_engine.scheduling.request import Request
@@ -138,6 +139,48 @@ def test_temperature_draws_from_the_model(make_rig: MakeRig) -> None:
     ids = [rig.add(tokens, 1, temperature=1.5, seed=i) for i in range(400)]
     rig.run()
     require_drawn_from(wanted(logits, 1.5, 1.0), [rig.done[i].token_ids[0] for i in ids])
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-38, 10.0])
+def test_every_penalty_draws_a_token_that_there_is(penalty: float) -> None:
+    for logit in (3.0, 1e30, -1e30):
+        logits = logits_of(50, 3.0)
+        logits[1] = logit
+        drawn = sample(logits, asker(temperature=1.0, repetition_penalty=penalty))
+        assert drawn == 1 if logit > 0 and penalty < 1 else 0 <= drawn < 50
+
+
+class Dead:
+    """A constraint that lets nothing go on."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def copy(self) -> "Dead":
+        return self
+
+    def allowed(self) -> Tensor:
+        raise self._error
+
+    def accept(self, token_id: int) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"), [(InvalidInputError("too much"), "too much"), (RuntimeError("a bug"), "")]
+)
+def test_a_request_that_no_token_can_be_drawn_for_ends_alone(
+    make_rig: MakeRig, error: Exception, failure: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig(tiers=False)
+    expected = rig.ask(prompt(9)).token_ids
+    dead, beside = rig.add(prompt(12), constraint=Dead(error)), rig.add(prompt(9))
+    rig.run()
+    assert (rig.done[dead].finish_reason, rig.done[dead].failure) == ("failed", failure)
+    assert rig.done[beside].token_ids == expected
+    assert ("a bug" in caplog.text) == (not failure)
+    with pytest.raises(ValueError, match="no numbers"):
+        sample(torch.full((8,), torch.nan), asker(temperature=1.0))
 
 
 def test_penalties_and_bias_are_those_of_transformers_and_openai() -> None:

@@ -74,9 +74,15 @@ def test_answers_that_fit_a_schema(official: openai.OpenAI) -> None:
     chunks = official.chat.completions.create(**ask, response_format={"type": "json_object"}, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text.lstrip().startswith("{")
-    wrong = {"name": "x", "schema": {"not": {"type": "string"}}}
-    with pytest.raises(openai.BadRequestError, match="Unimplemented keys"):
-        official.chat.completions.create(**ask, response_format={"type": "json_schema", "json_schema": wrong})
+    many = {"type": "object", "properties": {str(number): {"type": "string"} for number in range(1000)}}
+    for schema, reason in (
+        ({"not": {"type": "string"}}, "Unimplemented keys"),
+        ({"$ref": "#"}, "no answer"),
+        (many, "cannot be held to it: Parser Error: Current row has"),
+    ):
+        wrong: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        with pytest.raises(openai.BadRequestError, match=reason):
+            official.chat.completions.create(**ask, temperature=0, response_format=wrong)
 
 
 def test_a_streamed_completion(official: openai.OpenAI, engine: EngineProcess) -> None:

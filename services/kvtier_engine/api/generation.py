@@ -198,6 +198,8 @@ def _cut(done: Completion, text: AnswerText) -> Completion:
         )
     if done.finish_reason == "cancelled":
         raise stopping()
+    if done.finish_reason == "failed" and done.failure:
+        raise ApiError(400, f"response_format or tools: an answer cannot be held to it: {done.failure}")
     if done.finish_reason == "failed":
         raise ApiError(500, "the engine failed while it computed the answer; send the request again later")
     return done

@@ -1,12 +1,17 @@
 """What requesters are told: the tokens of their answers, and the ends."""
 
+import logging
+
 from torch import Tensor
 
 from kvtier.clock import Clock
+from kvtier.errors import InvalidInputError
 from kvtier_engine.scheduling.completion import Completion, FinishReason, NewToken
 from kvtier_engine.scheduling.metrics import EngineMetrics
 from kvtier_engine.scheduling.request import Request, Stage
 from kvtier_engine.scheduling.sampling import logprobs_of, sample
+
+log = logging.getLogger(__name__)
 
 
 class Answers:
@@ -16,10 +21,19 @@ class Answers:
         self._metrics, self._clock = metrics, clock
 
     def sample(self, request: Request, logits: Tensor) -> None:
-        """Draws the next token.
+        """Draws the next token. Where that fails, `request.failure` says why, and no other request is concerned.
 
         :param logits: float32 `[vocab_size]`.
         """
+        try:
+            self._sample(request, logits)
+        except InvalidInputError as error:
+            request.failure = str(error)
+        except Exception:
+            request.failure = ""
+            log.exception("no token could be drawn for a request")
+
+    def _sample(self, request: Request, logits: Tensor) -> None:
         token_id, num_top, logprobs = sample(logits, request), request.sampling.num_top, None
         request.tokens.append(token_id)
         if request.constraint is not None:

@@ -43,6 +43,8 @@ class Completion:
     """The index of the answer."""
     logprobs: tuple[Logprobs, ...] = ()
     """The log probabilities of each new token; empty when nobody asked for them."""
+    failure: str = ""
+    """What of the request is to blame for `failed`; empty: nothing is."""
 
     def attributes(self) -> dict[str, str | int]:
         """What a trace says of the request."""

@@ -123,6 +123,8 @@ class Request:
     logprobs: list[Logprobs] = field(default_factory=list)
     generator: torch.Generator = field(init=False)
     constraint: Constraint | None = field(init=False, default=None)
+    failure: str | None = None
+    """Why this branch cannot go on, which ends it; empty where the request is not to blame. None: it can."""
     num_unforked: int = 0
     """How many branches are still to be forked from this one."""
     _group_keys: list[list[BlockKey]] = field(init=False, default_factory=list)
@@ -256,6 +258,7 @@ class Request:
             ttft_s=self.ttft_s,
             branch=branch,
             logprobs=tuple(self.logprobs),
+            failure=self.failure or "",
         )
 
 

@@ -11,12 +11,16 @@ _FIRST_LOOK = 256
 """This many of the likeliest tokens nearly always hold a nucleus; finding them costs a fortieth of sorting all."""
 _NEXT_LOOK = 16
 """This many times more are looked at when they do not."""
+_MOST = torch.finfo(torch.float32).max
 
 
 def sample(logits: Tensor, request: Request) -> int:
     """The next token of `request`. `logits`: float32 `[vocab_size]`. Draws advance the request's generator only.
 
     Draws are made on CPU, so that a seed gives the same ones wherever the model runs.
+
+    :raises InvalidInputError: the request's constraint lets its answer not go on.
+    :raises ValueError: the logits are no numbers.
     """
     sampling = request.sampling
     logits = _adjusted(logits, request)
@@ -34,7 +38,8 @@ def sample(logits: Tensor, request: Request) -> int:
 def _adjusted(logits: Tensor, request: Request) -> Tensor:
     """The logits after penalties, bias and constraint; the same tensor where there are none.
 
-    Penalties of answers are OpenAI's. That of repetition is of Keskar et al., "CTRL", 2019, as in transformers, vLLM.
+    Penalties of answers are OpenAI's. That of repetition is of Keskar et al., "CTRL", 2019, as in transformers, vLLM;
+    the smallest ones make the largest numbers, and no infinities, which have no difference to draw from.
     """
     sampling = request.sampling
     if sampling.repetition_penalty != 1:
@@ -42,7 +47,7 @@ def _adjusted(logits: Tensor, request: Request) -> Tensor:
         ids = torch.from_numpy(np.unique(request.tokens)).to(logits.device)
         known = logits[ids]
         penalty = sampling.repetition_penalty
-        logits[ids] = torch.where(known > 0, known / penalty, known * penalty)
+        logits[ids] = torch.where(known > 0, known / penalty, known * penalty).clamp(-_MOST, _MOST)
     if sampling.presence_penalty or sampling.frequency_penalty:
         logits, answer = logits.clone(), np.array(request.tokens[request.num_prompt_tokens :], np.int64)
         ids, counts = (torch.from_numpy(each).to(logits.device) for each in np.unique(answer, return_counts=True))
@@ -69,6 +74,8 @@ def _draw(mass: Tensor, generator: torch.Generator) -> int:
 
     The drawn number is in (0, mass[-1]], so that what has no probability is never found.
     """
+    if not mass[-1] > 0:
+        raise ValueError("logits that are no numbers: no token can be drawn")
     number = (1 - torch.rand(1, dtype=torch.float64, generator=generator)) * mass[-1]
     return int(torch.searchsorted(mass, number))
 

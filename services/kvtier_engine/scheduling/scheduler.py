@@ -260,7 +260,9 @@ class Scheduler:
 
     def _end_if_over(self, request: Request) -> None:
         num_answer = request.num_answer_tokens
-        if num_answer and request.tokens[-1] in request.sampling.eos_token_ids:
+        if request.failure is not None:
+            self._end(request, "failed")
+        elif num_answer and request.tokens[-1] in request.sampling.eos_token_ids:
             self._end(request, "stop")
         elif num_answer >= request.sampling.max_tokens:
             self._end(request, "length")
