@@ -51,9 +51,9 @@ class Hierarchy:
         """Ends the ticket of a lookup without an answer."""
         self._directory.cancel_lookup(ticket)
 
-    def plan_fetch(self, statuses: Sequence[BlockStatus]) -> int:
-        """Returns how many leading blocks are worth fetching."""
-        return self._planner.blocks_to_fetch(statuses)
+    def plan_fetch(self, statuses: Sequence[BlockStatus], num_computed: int | None = None) -> int:
+        """Returns how many leading blocks are worth fetching, as `Planner.blocks_to_fetch` does."""
+        return self._planner.blocks_to_fetch(statuses, num_computed)
 
     def note_computed(self, num_blocks: float, seconds: float) -> None:
         """Notes what computing took, against which the planner weighs fetching."""

@@ -26,14 +26,18 @@ PENDING = BlockStatus(Status.PENDING)
 class Planner(Protocol):
     """Weighs fetching against computing. Scheduler thread; called once per request; must not block."""
 
-    def blocks_to_fetch(self, statuses: Sequence[BlockStatus]) -> int:
-        """How many leading blocks to fetch: at most the leading run of hits."""
+    def blocks_to_fetch(self, statuses: Sequence[BlockStatus], num_computed: int | None = None) -> int:
+        """How many leading blocks to fetch: at most the leading run of hits.
+
+        :param num_computed: how many blocks of tokens are computed if none of these is fetched. None: as many as there
+            are, which is not so where KV groups have several for the same tokens, or some of them on the device.
+        """
 
 
 class AlwaysFetch:
     """Fetches every leading hit."""
 
-    def blocks_to_fetch(self, statuses: Sequence[BlockStatus]) -> int:
+    def blocks_to_fetch(self, statuses: Sequence[BlockStatus], num_computed: int | None = None) -> int:
         return leading_hits(statuses)
 
 
@@ -47,11 +51,13 @@ class FetchIfFaster:
         """:param speeds: the directory's; somebody has to tell it what computing takes."""
         self._speeds = speeds
 
-    def blocks_to_fetch(self, statuses: Sequence[BlockStatus]) -> int:
+    def blocks_to_fetch(self, statuses: Sequence[BlockStatus], num_computed: int | None = None) -> int:
         num_hits = leading_hits(statuses)
         computing_s = self._speeds.computing_s()
-        if computing_s is None:
+        if computing_s is None or not num_hits:
             return num_hits
+        if num_computed is not None:
+            computing_s *= num_computed / len(statuses)
         waits_s: dict[str, tuple[float, float]] = {}
         saved_s = most_s = 0.0
         best = 0

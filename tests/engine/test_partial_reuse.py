@@ -131,6 +131,17 @@ def test_a_block_on_the_device_is_not_counted_behind_a_load_that_fails(make_rig:
     assert done.token_ids == judge(differing)
 
 
+@pytest.mark.parametrize("tiers", [False, True])
+def test_a_request_that_takes_all_blocks_begins_without_the_sibling(make_rig: MakeRig, tiers: bool) -> None:
+    """There is no room for the sibling beside the copy of its first tokens."""
+    rig = make_rig(num_blocks=11, tiers=tiers, cache_aware=True)
+    tokens = prompt(43)
+    rig.ask(tokens, 1)
+    differing = [*tokens[:14], other(tokens[14]), *tokens[15:]]
+    done = rig.ask(differing, 1)
+    assert (done.token_ids, done.cached_by_tier) == (judge(differing, 1), {"device": 12})
+
+
 def test_nothing_is_reused_after_a_reset(make_rig: MakeRig) -> None:
     rig = make_rig(tiers=False, cache_aware=True)
     tokens = prompt(30)

@@ -203,7 +203,8 @@ class Answering:
         found = {True: BlockStatus(Status.HIT, "host"), False: MISSING}
         return [found[self.there[key]] for key in keys] if len(polls) > 1 else None
 
-    def plan_fetch(self, blocks: Sequence[BlockStatus]) -> int:
+    def plan_fetch(self, blocks: Sequence[BlockStatus], num_computed: int) -> int:
+        assert len(blocks) == num_computed + NUM_WINDOWED * min(num_computed, SEEN)
         return min(self.num_worth, len(blocks))
 
 

@@ -51,6 +51,17 @@ def test_a_slow_tier_is_not_waited_for() -> None:
     assert measured.planner.blocks_to_fetch([POOL] * 8) == 8, "a larger model now, or longer prompts"
 
 
+def test_what_several_blocks_of_the_same_tokens_save_is_counted_once() -> None:
+    measured = Measured()
+    measured.fetch("pool", 0.010)
+    measured.compute(0.006)
+    assert measured.planner.blocks_to_fetch([POOL] * 70) == 70
+    assert measured.planner.blocks_to_fetch([POOL] * 70, 10) == 0, "0.7 s for what is computed in 0.06 s"
+    measured.compute(0.004)
+    assert measured.planner.blocks_to_fetch([POOL] * 3) == 0
+    assert measured.planner.blocks_to_fetch([POOL] * 3, 8) == 3, "with them, five more on the device are of use"
+
+
 def test_computing_must_be_faster_by_far() -> None:
     measured = Measured()
     measured.fetch("pool", 0.010)

@@ -47,8 +47,8 @@ class Directory:
 class FetchTwo:
     """A planner for which that is worth while."""
 
-    def blocks_to_fetch(self, statuses: Sequence[BlockStatus]) -> int:
-        return min(2, AlwaysFetch().blocks_to_fetch(statuses))
+    def blocks_to_fetch(self, statuses: Sequence[BlockStatus], num_computed: int | None = None) -> int:
+        return min(2, AlwaysFetch().blocks_to_fetch(statuses, num_computed))
 
 
 class Asking:

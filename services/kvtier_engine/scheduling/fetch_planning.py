@@ -145,7 +145,7 @@ class FetchPlanning:
             blocks = fetchable.to_fetch(most)
             tiers = {position: block.tier for position, block in reversed(blocks) if position >= num_hits}
             lookup.found = lookup.found or [tiers[position] for position in sorted(tiers)]
-            num_worth = self._hierarchy.plan_fetch([block for _, block in blocks])
+            num_worth = self._hierarchy.plan_fetch([block for _, block in blocks], most - num_hits)
             if num_worth == len(blocks):
                 lookup.num_wanted = len(tiers)
                 return most - num_hits

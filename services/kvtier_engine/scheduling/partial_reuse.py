@@ -126,5 +126,5 @@ class PartialReuse:
             statuses = hierarchy.poll_lookup(lookup.ticket)
             if statuses is None:
                 return None
-            lookup.ticket, lookup.is_worth_fetching = None, hierarchy.plan_fetch(statuses) == len(statuses)
+            lookup.ticket, lookup.is_worth_fetching = None, hierarchy.plan_fetch(statuses, 1) == len(statuses)
         return lookup.is_worth_fetching

@@ -124,6 +124,10 @@ class PrefixCache:
         if isinstance(partial, Unknown):
             return Admission.LATER
         fetched = self._blocks.take(request, here[: prefix.stop], prefix.stop, partial)
+        if fetched is None and partial is not None and not partial.is_below:
+            # What is copied takes room beside the copy: a request that fits alone might never begin with it.
+            partial = None
+            fetched = self._blocks.take(request, here[: prefix.stop], prefix.stop, partial)
         if fetched is None:
             self._note_refused()
             request.refused_at = self._block_pool.num_free

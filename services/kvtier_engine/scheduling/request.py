@@ -127,8 +127,8 @@ class Request:
     """Why this branch cannot go on, which ends it; empty where the request is not to blame. None: it can."""
     num_unforked: int = 0
     """How many branches are still to be forked from this one."""
-    _group_keys: list[list[BlockKey]] = field(init=False, default_factory=list)
-    """What `group_keys` has made."""
+    _group_keys: dict[int, list[BlockKey]] = field(init=False, default_factory=dict)
+    """What `group_keys` has made, by position."""
     unfinished: Unfinished = field(init=False)
     search: BeamSearch | None = field(init=False, default=None)
     """The search that this branch is a beam of."""
@@ -209,8 +209,8 @@ class Request:
 
         :param num_windowed: how many others there are: always the same number.
         """
-        while len(self._group_keys) <= position:
-            self._group_keys.append(keys_of_groups(self.keys[len(self._group_keys)], num_windowed))
+        if position not in self._group_keys:
+            self._group_keys[position] = keys_of_groups(self.keys[position], num_windowed)
         return self._group_keys[position]
 
     def forget_keys(self) -> None:
