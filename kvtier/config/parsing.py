@@ -41,6 +41,8 @@ def load_config(path: Path, environ: Mapping[str, str] | None = None) -> Config:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid TOML: arrays or tables are nested too deeply") from None
     return _parsed(data, References(str(path), path.parent, _environment(environ), path))
 
 
@@ -135,7 +137,7 @@ def _toml_value(text: str) -> Any:
     """`text` as a TOML value, or as it stands when it is none: numbers and lists work, plain text needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 

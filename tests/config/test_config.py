@@ -103,6 +103,7 @@ def test_environment_overrides(path: Path) -> None:
         ("[disk]\ncodec = 'auto'", ["disk.codec", "'auto' was removed", "'planes-zstd'"]),
         ("[pool_service]\nredis_ur = 'redis://x'", ["pool_service.redis_ur", "did you mean 'redis_url'"]),
         ("tenant = ", ["not valid TOML", "end of document"]),
+        ("tenant = " + "[" * 100_000, ["not valid TOML", "nested too deeply"]),
     ],
 )
 def test_errors_name_file_key_and_remedy(tmp_path: Path, text: str, parts: list[str]) -> None:
