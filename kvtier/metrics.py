@@ -153,7 +153,8 @@ class Metrics:
         self.tier_blocks = counter(
             "kvtier_tier_blocks",
             "Blocks that a tier was asked for, by verb and answer (hit, miss, pending; stored, exists, full, ...). "
-            "Blocks read from where they lie in its memory count as lease, too",
+            "Blocks read from where they lie in its memory count as lease, too. Of a pool's tiers, a block counts once "
+            "for a client's lookup or read, and only in tiers that were asked because none above had it",
             ["tier", "op", "status"],
         )
         self.tier_bytes = counter(

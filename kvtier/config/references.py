@@ -28,8 +28,8 @@ class References:
         return self.folder / path.expanduser()
 
     def secret(self, key: str, reference: str) -> str:
-        """The secret that `env:NAME` or `file:PATH` refers to. Raises `ConfigError`, which names the key, or the
-        option of a command, that it is for."""
+        """The secret that `env:NAME` or `file:PATH` refers to. Raises `ConfigError`, which names the key that it is
+        for."""
         if reference in self._read:
             return self._read[reference]
         scheme, _, name = reference.partition(":")
@@ -44,7 +44,9 @@ class References:
                 raise self.error_about(key, f"cannot read {path}: {error}") from error
             remedy = f"file {path} is empty; write the secret into it"
         else:
-            raise self.error_about(key, 'use "env:NAME" or "file:PATH": secrets do not belong into the file itself')
+            raise self.error_about(
+                key, 'use "env:NAME" or "file:PATH": a secret itself does not belong where others may read it'
+            )
         if not value:
             raise self.error_about(key, remedy)
         self._read[reference] = value

@@ -124,9 +124,12 @@ class LowerTiers:
         disks = [tier for tier in self.tiers if isinstance(tier, DiskTier)]
         return [f"{disk.name} is {disk.state.value}: {problem}" for disk in disks if (problem := disk.problem())]
 
-    def look_up(self, keys: Sequence[StoreKey], statuses: list[Status]) -> dict[str, int]:
+    def look_up(self, keys: Sequence[StoreKey], statuses: list[Status], *, counts: bool) -> dict[str, int]:
         """Makes a HIT of each of memory's `statuses` that is none and whose key is in a tier here. Returns how many
-        those are, by tier."""
+        those are, by tier.
+
+        :param counts: whether the blocks count as looked up, in each tier that is asked about them.
+        """
         found: dict[str, int] = {}
         for tier in self._calls:
             # Those that are pending, too: a block on its way up can still be read from the tier that it comes from.
@@ -134,7 +137,7 @@ class LowerTiers:
             if not missing:
                 break
             with tracing.span(f"lookup {tier.name}", tier=tier.name, blocks=len(missing)) as span:
-                answers = tier.lookup([keys[i] for i in missing])
+                answers = tier.lookup([keys[i] for i in missing], counts=counts)
                 if span is not None:
                     span.attributes["hits"] = answers.count(Status.HIT)
             for i, status in zip(missing, answers, strict=True):

@@ -116,7 +116,7 @@ class Store:
         :param counts: whether it counts for the hit rate.
         """
         self._record(Kind.LOOKUP, keys)
-        statuses, found = self._look_up(keys)
+        statuses, found = self._look_up(keys, counts=counts)
         if counts:
             self._metrics.count_looked_up(found, len(keys))
         return statuses
@@ -231,14 +231,15 @@ class Store:
         return self._memory.owed_bytes(tenant)
 
     def acquire_places(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> PinnedSlots:
-        """Holds blocks in memory for a client that maps it; those that are only below are a MISS here."""
+        """Holds blocks in memory for a client that maps it; those that are only below are a MISS here, which does not
+        count: the client asks for them again by `read`."""
         self._record(Kind.READ, keys)
         held = self._memory.acquire_places(keys, sizes)
         if self._below.tiers:
             self._below.used([key for key, status in zip(keys, held.statuses, strict=True) if status == Status.HIT])
         self._num_mapped_reads.inc(held.num_held)
         held_bytes = sum(size for size, status in zip(sizes, held.statuses, strict=True) if status == Status.HIT)
-        self._memory_counts.note_read(len(keys), held.num_held, held_bytes)
+        self._memory_counts.note_read(held.num_held, held.num_held, held_bytes)
         if keys:
             self.counts.count(tenant_of(keys[0]), num_hits=held.num_held)
         return held
@@ -276,7 +277,7 @@ class Store:
     def discard(self, keys: Sequence[StoreKey]) -> int:
         """Forgets blocks everywhere; returns how many were there. May wait for a write under way."""
         distinct = list(dict.fromkeys(keys))
-        num_there = sum(status is Status.HIT for status in self._look_up(distinct)[0])
+        num_there = sum(status is Status.HIT for status in self._look_up(distinct, counts=False)[0])
         with self._below.without(distinct):
             self._memory_counts.note_discard(self._memory.discard(distinct))
         return num_there
@@ -332,14 +333,14 @@ class Store:
         self._memory.close()
         self.pins.close()
 
-    def _look_up(self, keys: Sequence[StoreKey]) -> tuple[list[Status], dict[str, int]]:
+    def _look_up(self, keys: Sequence[StoreKey], *, counts: bool) -> tuple[list[Status], dict[str, int]]:
         """Returns a status per key, and how many each tier has of those that none above it has."""
         with tracing.span("lookup memory", tier="memory", blocks=len(keys)) as span:
             statuses = self._memory.lookup(keys)
             if span is not None:
                 span.attributes["hits"] = statuses.count(Status.HIT)
         found = {self._memory.name: statuses.count(Status.HIT)}
-        return statuses, found | self._below.look_up(keys, statuses)
+        return statuses, found | self._below.look_up(keys, statuses, counts=counts)
 
     def _record(self, kind: Kind, keys: Sequence[StoreKey], nbytes: int = 0) -> None:
         """Tells the recorder, if there is one, of blocks of one tenant."""

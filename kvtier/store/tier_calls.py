@@ -25,9 +25,13 @@ class TierCalls:
         """The tier's name."""
         return self.tier.name
 
-    def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
-        """Asks the tier for a status per key, in order, and counts the call."""
-        return self._calls.lookup(lambda: self.tier.lookup(keys))
+    def lookup(self, keys: Sequence[StoreKey], *, counts: bool = False) -> list[Status]:
+        """Asks the tier for a status per key, in order, and times the call.
+
+        :param counts: whether the blocks count as looked up: those that a client looks up, and not those that the
+            store asks about on its own, before it reads or writes them.
+        """
+        return self._calls.lookup(lambda: self.tier.lookup(keys), counts=counts)
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview], lent: LentMemory) -> list[Status]:
         """Reads blocks as `Tier.read` does; `into` is the caller's again at `lent.when_done`."""

@@ -17,13 +17,13 @@ class Status:
         self._registry, self._fleet, self._health = registry, fleet, health
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answers one request."""
-        path = request.raw_path.partition("?")[0]
-        if request.method == "GET" and path == "/metrics":
+        """Answers one request; HEAD as GET, without the text."""
+        path = request.raw_path.partition("?")[0] if request.method in {"GET", "HEAD"} else None
+        if path == "/metrics":
             return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-        if request.method == "GET" and path == "/healthz":
+        if path == "/healthz":
             return self._health()
-        if request.method == "GET" and path == "/engines":
+        if path == "/engines":
             listed = [described(engine) for engine in self._fleet.engines]
             return web.Response(body=to_json({"engines": listed}), content_type="application/json")
         return web.Response(status=404, text="try /healthz, /metrics or /engines\n")

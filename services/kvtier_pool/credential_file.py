@@ -14,15 +14,21 @@ from kvtier.config import OVERRIDE_PREFIX, load_config, nearest
 from kvtier.config.accepted import token_digest
 from kvtier.config.credentials import TokenConfig, token_id
 from kvtier.errors import ConfigError
+from kvtier_pool.checks import is_of_a_pool
 
 
 class CredentialFile:
     """A pool's configuration while it is edited. One thread. Nothing is written before `save`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ConfigError` when it is no configuration."""
+        """Raises `ConfigError` when it is no configuration, or none of a pool."""
         self._path = path.resolve()  # a link stays one
         self._config = load_config(self._path, _without_overrides())
+        if not is_of_a_pool(self._config):
+            raise ConfigError(
+                f"{path}: not a pool's file: it has no table [pool_service], and no token_sha256 of a tenant; name the "
+                "pool's file, or, if it is this one, add [pool_service] to it"
+            )
         try:
             self._document = tomlkit.parse(self._path.read_text())
         except (OSError, TOMLKitError) as error:

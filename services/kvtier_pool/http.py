@@ -53,7 +53,7 @@ def _nothing(peer: str, error: Exception) -> None:
 
 class StatusServer:
     """Answers `GET /healthz` (200 and `ok`, or 503 with the reason), `GET /metrics`, and what is below `/tenants`, each
-    on a thread of its own."""
+    on a thread of its own; HEAD as GET, without the text."""
 
     def __init__(  # noqa: PLR0913 - what it answers, path by path
         self,
@@ -101,6 +101,8 @@ class StatusServer:
                 else:
                     self._answer(404, _TEXT, b"try /healthz or /metrics\n")
 
+            do_HEAD = do_GET
+
             def do_POST(self) -> None:
                 self._answer_tenants()
 
@@ -116,7 +118,7 @@ class StatusServer:
                 self.send_header("Content-Type", content_type)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                self.wfile.write(body if self.command != "HEAD" else b"")
 
         host, _, port = listen.rpartition(":")
         try:

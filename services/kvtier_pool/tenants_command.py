@@ -106,9 +106,15 @@ def rotate(
 
     Example: kvtier tenants rotate red --config /etc/kvtier/kvtier.toml --overlap-s 3600 > red.env
     """
+    try:
+        others_end = datetime.now(UTC) + timedelta(seconds=overlap_s)
+    except OverflowError as error:
+        raise ConfigError(
+            f"--overlap-s {overlap_s:g}: no calendar has such a date; give seconds, such as 604800 for a week"
+        ) from error
     token, digest = _new_token()
     file = CredentialFile(config)
-    ending = file.add_token(name, digest, datetime.now(UTC) + timedelta(seconds=overlap_s))
+    ending = file.add_token(name, digest, others_end)
     file.save()
     print(f"KVTIER_TOKEN={token}", flush=True)
     _say(f"Give it to the engines of {name} within {overlap_s:,.0f} s: then end {', '.join(ending) or 'no others'}.")

@@ -1,6 +1,7 @@
 """The command line: what is listed, what help looks like, and what it says about what is not installed."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli import main as command_line
+from kvtier.cli import app as command_line
 from kvtier.cli.commands import LazyGroup, help_line
 from kvtier.errors import KvtierError
 
@@ -91,7 +92,7 @@ def test_every_command_has_a_line() -> None:
         assert without_blanks(help_line(entry)) in without_blanks(listed), "the whole line, not cut short"
 
 
-@pytest.mark.parametrize("value", ["kvtier_is_not_here.cli:app", "kvtier.cli.main:absent", "sys:exit"])
+@pytest.mark.parametrize("value", ["kvtier_is_not_here.cli:app", "kvtier.cli.app:absent", "sys:exit"])
 def test_what_has_no_source_has_no_line(value: str) -> None:
     assert help_line(EntryPoint("name", value, command_line.COMMANDS)) == ""
 
@@ -116,6 +117,42 @@ def test_failures_are_told_in_json(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["kvtier", *arguments.split(), "--json"])
     with pytest.raises(SystemExit) as ended:
-        command_line.main()
+        command_line.run()
     assert ended.value.code == 1
     assert isinstance(json.loads(capsys.readouterr().out), dict)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"), [("--help", ""), ("--version", ""), ("config schema", ""), ("config schema", "1")]
+)
+def test_a_full_device_is_told_in_a_line(arguments: str, unbuffered: str) -> None:
+    command = [sys.executable, "-m", "kvtier.cli.main", *arguments.split()]
+    environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=environ)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("kvtier: the output cannot be written: No space left on device; direct it")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_reader_that_has_had_enough_ends_a_command_in_silence() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "kvtier.cli.main", "--version"]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_ctrl_c_while_a_command_is_imported_ends_it_in_silence() -> None:
+    program = (
+        "import sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from kvtier.cli.main import main\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

@@ -72,7 +72,7 @@ def test_a_pool_that_is_used(tmp_path: Path) -> None:
         answer = run("--url", pool.http, "--json")
         assert answer.returncode == 0, answer.stderr
         (source,) = json.loads(answer.stdout)["sources"]
-        words = run("--url", f"http://{pool.http}")
+        words = run("--url", f"http://{pool.http}", "--url", "127.0.0.1:1")
     assert source["url"] == f"http://{pool.http}/metrics"
     assert source["kind"] == POOL
     rate = source["hit_rate"]
@@ -86,7 +86,8 @@ def test_a_pool_that_is_used(tmp_path: Path) -> None:
     assert source["pins"] == {"pinned": 8, "miss": 1}
     pinned = source["pinned"]
     assert (pinned["blocks"], pinned["payload_bytes"]) == (8, 8 * 4096)
-    assert words.returncode == 0
+    assert words.returncode == 1, "not all that were named have answered"
+    assert "http://127.0.0.1:1/metrics does not answer" in words.stderr
     assert "Hit rate: 25.0% of 32 blocks looked up (memory 25.0%)." in words.stdout
     assert f"pinned now: 8 blocks, 32.0 KiB in slabs of {pinned['slab_bytes'] / 1024:.1f} KiB" in words.stdout
     assert "blocks to be pinned, by answer: miss 1, pinned 8" in words.stdout

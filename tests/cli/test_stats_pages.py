@@ -16,6 +16,8 @@ def test_a_token_does_not_go_in_the_clear(tmp_path: Path) -> None:
     places = Places(None, ["pool.example:7602"], None, f"file:{tmp_path}/token")
     (heard,) = places.ask()
     assert "in the clear" in (heard.problem or "")
+    with pytest.raises(ConfigError, match=r'^command line: --token: use "env:NAME" or "file:PATH"'):
+        Places(None, ["127.0.0.1:1"], None, "nonsense")
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_an_engine_that_does_not_keep_tenants_apart_gets_no_requests(site: Site)
     site.engine.page = "vllm:num_requests_running 0.0\nvllm:kvtier_tier_blocks 1.0\nkvtier_build_info 1.0\n"
     until(lambda: gateway.engines()[site.engine.url]["fenced"], "the engine is fenced off")
     assert site.answer().startswith(b"HTTP/1.1 503 ")
-    assert httpx.get(f"{gateway.status}/healthz").status_code == 503
+    assert [ask(f"{gateway.status}/healthz").status_code for ask in (httpx.get, httpx.head)] == [503, 503]
     assert gateway.metric("kvtier_gateway_engine_fenced") == 1
     gateway.says(f"engine {site.engine.url} gets no requests: its /metrics does not show that kvtier runs there")
     for fields in ('isolation = "cache_salt"', 'tenants = ["red"]'):
@@ -140,6 +140,9 @@ def test_an_engine_that_does_not_keep_tenants_apart_gets_no_requests(site: Site)
         gateway.service.process.send_signal(1)
         until(lambda: not gateway.engines()[site.engine.url]["fenced"], fields)
         assert site.answer().startswith(b"HTTP/1.1 200 ")
+    for name in ("healthz", "metrics"):
+        probed = httpx.head(f"{gateway.status}/{name}")
+        assert (probed.status_code, probed.content, int(probed.headers["Content-Length"]) > 0) == (200, b"", True)
     site.engine.page = page
     gateway_file(site.config, [json.dumps(site.engine.url)], SETTINGS)
     gateway.service.process.send_signal(1)

@@ -14,7 +14,7 @@ from pool_rig import WAIT_S, until
 
 
 def no_metrics(authorization: str | None, peer: str) -> tuple[int, str, bytes]:
-    return 404, "text/plain", b""
+    return 404, "text/plain", b"no\n"
 
 
 @contextlib.contextmanager
@@ -34,6 +34,15 @@ def test_no_more_is_read_of_a_request_than_it_may_have() -> None:
     with connected() as connection:
         connection.sendall(b"GET /healthz HTTP/1.1\r\n" + b"X-a: " + b"y" * (16 << 10))
         assert connection.recv(1000).startswith(b"HTTP/1.0 200 OK")
+
+
+@pytest.mark.parametrize(("path", "status"), [("/healthz", b"200 OK"), ("/metrics", b"404 Not Found")])
+def test_head_is_answered_as_get_without_the_text(path: str, status: bytes) -> None:
+    with connected() as connection, connection.makefile("rb") as arriving:
+        connection.sendall(f"HEAD {path} HTTP/1.1\r\n\r\n".encode())
+        answer = arriving.read()
+    assert answer.startswith(b"HTTP/1.0 " + status)
+    assert answer.endswith(b"Content-Length: 3\r\n\r\n")
 
 
 def test_a_request_has_its_time_however_it_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:

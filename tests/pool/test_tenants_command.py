@@ -106,6 +106,7 @@ def test_a_recording_does_not_keep_the_pool_from_other_operators(tmp_path: Path)
         (("add", "Red!"), "use 1 to 63"),
         (("rotate", "redd"), "did you mean 'red'"),
         (("revoke", "red", "00000000"), "has no token '00000000'"),
+        (("rotate", "red", "--overlap-s", "1e12"), "--overlap-s 1e+12: no calendar has such a date"),
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(
@@ -144,3 +145,8 @@ def test_an_edit_keeps_the_rest_and_tokens_from_elsewhere(tmp_path: Path) -> Non
     )
     with pytest.raises(ConfigError, match="cannot read"):
         CredentialFile(tmp_path / "nowhere.toml")
+    path.write_text(
+        'tenant = "red"\n[tenants.red]\nsecret = "env:S"\ntoken = "env:T"\n[pool]\naddress = "127.0.0.1:1"\n'
+    )
+    with pytest.raises(ConfigError, match=r"not a pool's file: .*add \[pool_service\]"):
+        CredentialFile(path)

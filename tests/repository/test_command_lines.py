@@ -16,7 +16,7 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from kvtier.cli.main import make_app
+from kvtier.cli.app import make_app
 
 ROOT = Path(__file__).resolve().parents[2]
 HISTORY = ("CHANGELOG.md", "docs/performance-diary.md", "docs/adr", "docs/structure.md")

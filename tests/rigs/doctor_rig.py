@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 from configured_pool import digest
-from kvtier.cli.main import make_app
+from kvtier.cli.app import make_app
 
 SECRET, TOKEN = "a-secret-that-nobody-may-see", "a-token-that-nobody-may-see"
 HTTP = "http_listen = '127.0.0.1:0'\n"

@@ -128,13 +128,14 @@ def core_rig(
 ) -> Iterator[CoreRig]:
     """A core that is checked and closed at the end. Its disk, under `write_through`, keeps what is acknowledged."""
     registry = CollectorRegistry()
+    tier_metrics = Metrics(registry)
     hub = EventHub(max_streams=max_streams, buffer=event_buffer)
     files = files if files is not None else GatedFiles()
     below = []
     settings = WriteBehindSettings(policy=policy, queue_bytes=queue_bytes)
     if disk_dir is not None:
         disk = DiskTier.open(
-            disk_dir, 64 * MIB, reserve_bytes=0, on_event=hub.publish, metrics=Metrics(registry), files=files
+            disk_dir, 64 * MIB, reserve_bytes=0, on_event=hub.publish, metrics=tier_metrics, files=files
         )
         files.begin()
         keeps = replace(settings, keeps_acknowledged=policy is WritePolicy.WRITE_THROUGH)
@@ -146,6 +147,7 @@ def core_rig(
         below=below,
         hub=hub,
         metrics=StoreMetrics(registry),
+        tier_metrics=tier_metrics,
         min_residency_s=min_residency_s,
         shared=shared,
         pins=pins,

@@ -6,12 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 
+from kvtier.cli.stats.facts import facts_of
+from kvtier.cli.stats.samples import parse
 from kvtier.store.store import Store
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.common.write_policy import WritePolicy
-from pool_rig import BLUE, MIB, WAIT_S, CoreRig, core_rig, keys, payloads, until
+from pool_rig import BLOCK_BYTES, BLUE, MIB, WAIT_S, CoreRig, core_rig, keys, payloads, until
 from remote_tier import RemoteTier, remote_tier
 
 SELECTIVE, WRITE_BACK = WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK
@@ -40,9 +43,21 @@ def test_a_block_goes_to_every_tier_and_comes_back_from_the_nearest(tmp_path: Pa
             ("disk", 0, 0),
             ("redis", 0, 0),
         ]
-    with core_rig(tmp_path, remote=shared) as rig:
+    with core_rig(tmp_path, remote=shared, shared=True) as rig:
+        asked = keys([*labels, *range(90, 95)])
+        assert rig.core.lookup(asked).count(Status.HIT) == 10
+        places = rig.core.acquire_places(asked[:10], [BLOCK_BYTES] * 10)  # of memory, which has none of them
+        rig.core.release_places(places)
         assert rig.load(keys(labels)) == payloads(labels)
+        rig.core.discard(asked[:1])
         assert rig.count("kvtier_pool_read_blocks_total", source="disk") == 10
+        facts = facts_of(parse(generate_latest(rig.registry).decode(), source="a test"))
+    assert facts is not None
+    assert (facts.hit_rate.asked, facts.hit_rate.by_tier) == (15, {"disk": 10})
+    memory, disk, redis = (facts.tiers[name] for name in ("memory", "disk", "redis"))
+    assert [(tier.looked_up, tier.found) for tier in (memory, disk, redis)] == [(15, 0), (15, 10), (5, 0)]
+    assert [(tier.read_hits, tier.read_misses) for tier in (memory, disk)] == [(0, 10), (10, 0)]
+    assert (memory.bytes_read, disk.bytes_read) == (0, 10 * BLOCK_BYTES)
 
 
 def test_a_pool_with_an_empty_disk_reads_from_redis_and_keeps_copies(tmp_path: Path, shared: RemoteTier) -> None:

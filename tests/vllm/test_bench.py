@@ -93,6 +93,6 @@ kvtier.cli.main.main()
 
 def test_the_command_line_loads_no_vllm() -> None:
     program = (
-        "import sys, kvtier.cli.main; kvtier.cli.main.make_app(); sys.exit(bool({'vllm', 'torch'} & set(sys.modules)))"
+        "import sys, kvtier.cli.app; kvtier.cli.app.make_app(); sys.exit(bool({'vllm', 'torch'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvtier.cli.stats.requested import kind_of
@@ -42,7 +42,8 @@ class Places:
         if not self.urls:
             raise ConfigError("nowhere to ask: every port is 0; name one with --url host:port")
         self.ca = ca or _ca_of(settings)
-        self.token = None if token is None else settings.references.secret("--token", token)
+        of_options = replace(settings.references, source="command line")
+        self.token = None if token is None else of_options.secret("--token", token)
 
     def ask(self) -> list[Heard]:
         """Asks all at once. Blocks as long as the slowest takes, some seconds at most; raises nothing that they do."""

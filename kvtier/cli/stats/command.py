@@ -58,13 +58,13 @@ def stats(
     if json:
         sources = [{"url": place, **plain(facts)} for place, facts in answers.items()]
         print_json({"sources": sources, "problems": problems})
-    if not answers or (url and problems):
-        remedy = "" if url or config else "; name the file by --config, or addresses by --url"
-        raise KvtierError("; ".join(problems) + remedy)
-    if not json:
+    else:
         console = Console()
         for place, facts in answers.items():
             print_report(console, place, facts)
+    if not answers or (url and problems):
+        remedy = "" if url or config else "; name the file by --config, or addresses by --url"
+        raise KvtierError("; ".join(problems) + remedy)
 
 
 def plain(facts: Facts) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def _tier(samples: Samples, tier: str) -> TierFacts:
     on_disk = samples.value("kvtier_disk_record_bytes_total", tier=tier, why="new")
     return TierFacts(
         looked_up=_first(blocks("lookup", "hit", "miss", "pending"), sum(asked.values()) if asked else None),
-        found=_first(blocks("lookup", "hit"), asked.get("memory")),
+        found=_first(blocks("lookup", "hit"), asked.get("memory", 0.0) if asked else None),
         read_hits=_first(
             blocks("read", "hit"),
             samples.value("kvtier_pool_read_blocks_total", source=tier),
@@ -253,9 +253,8 @@ def _errors(samples: Samples, tier: str) -> dict[str, float]:
 
 
 def _first(*values: float | None) -> float | None:
-    """The first value that is more than 0, else 0 if any is told, else None."""
-    told = [value for value in values if value is not None]
-    return next((value for value in told if value), 0.0 if told else None)
+    """The first value that is told, which may be 0; None if none is."""
+    return next((value for value in values if value is not None), None)
 
 
 def _added(*values: float | None) -> float | None:

@@ -69,11 +69,15 @@ class TimedCalls:
             op: metrics.tier_batch_seconds.labels(tier, op) for op in ("lookup", "read", "write", "discard")
         }
 
-    def lookup(self, call: Callable[[], list[Status]]) -> list[Status]:
-        """Makes the call, and returns what it does."""
+    def lookup(self, call: Callable[[], list[Status]], *, counts: bool = True) -> list[Status]:
+        """Makes the call, and returns what it does.
+
+        :param counts: whether the blocks count, and not the time alone.
+        """
         with self._seconds["lookup"].time():
             statuses = call()
-        self._counts.note_lookup(statuses)
+        if counts:
+            self._counts.note_lookup(statuses)
         return statuses
 
     def read(self, call: Callable[[], list[Status]], into: Sequence[Sized]) -> list[Status]:
