@@ -278,7 +278,10 @@ def _recorder(config: Config, num_slots: int, block_bytes: int) -> TraceRecorder
     described: dict[str, str | int] = {"source": "engine", "policy": config.host.policy, "capacity_blocks": num_slots}
     path = config.references.path(cache.record_trace)
     recorder = TraceRecorder(path, described, max_bytes=int(cache.record_trace_bytes))
-    recorder.start()
+    try:
+        recorder.start()
+    except ConfigError as error:
+        raise config.references.error_about("cache.record_trace", str(error)) from error
     return recorder
 
 

@@ -100,6 +100,32 @@ def test_a_commented_line_of_a_file_to_begin_with_can_be_taken_in(tmp_path: Path
             ["guaranteed_bytes", "guarantee less"],
         ),
         ("[pool_service]\nmemory_bytes = '2MiB'", "error", ["no token_sha256 anywhere"]),
+        (
+            f"{POOL}listen = 'unix:pool.sock'\nsocket_group = 'nogroupx'",
+            "error",
+            ["pool_service.socket_group", "'nogroupx': there is no such group; make it"],
+        ),
+        (
+            f"{POOL}grpc_listen = 'unix:/nope/pool.sock'",
+            "error",
+            ["pool_service.grpc_listen", "no folder /nope; make one"],
+        ),
+        (f"{POOL}audit_log = '/nope/audit.log'", "error", ["pool_service.audit_log", "there is no folder /nope"]),
+        (f"{POOL}record_trace = '/nope/t'", "error", ["pool_service.record_trace", "there is no folder /nope"]),
+        (f"{ENGINE}[cache]\nrecord_trace = '/nope/t'", "error", ["cache.record_trace", "there is no folder /nope"]),
+        (
+            f"{POOL}listen = '127.0.0.1:9999'\nhttp_listen = ':9999'",
+            "error",
+            ["pool_service.http_listen", "pool_service.listen = 127.0.0.1:9999", "a port of its own"],
+        ),
+        (f"{POOL}listen = ['[::1]:9999', '[::1]:9999']", "error", ["pool_service.listen", "is there twice"]),
+        (f"{POOL}redis_url = 'http://x'", "error", ["pool_service.redis_url", "begins with 'http'"]),
+        (
+            f"{POOL}redis_url = 'redis://:pw@x'",
+            "error",
+            ["pool_service.redis_url", "redis_username and redis_password"],
+        ),
+        (f"{POOL}tls_certificate = 'nope.pem'\ntls_key = 'nope.key'", "error", ["nope"]),
         ("", "warning", ["no key is set"]),
     ],
 )
