@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from kvtier.cli.sizing.model_shape import load_model_shape
 from kvtier.config import Config
 from kvtier.config.findings import Finding, Severity, size_words
+from kvtier.config.tiers import MIN_HOST_BLOCKS
 from kvtier.errors import ConfigError
 from kvtier.net.address import is_loopback
 from kvtier.system.cores import usable_cores
@@ -65,6 +66,10 @@ def _model(config: Config) -> Iterable[Finding]:
 
 def _sizes(config: Config, token_bytes: int, window_bytes: int) -> Iterable[Finding]:
     """:param window_bytes: of a conversation's last window, in the layers that need no more."""
+    too_small = list(_too_small(config, token_bytes * config.cache.tokens_per_block))
+    yield from too_small
+    if too_small:
+        return
     tokens = int(config.engine.kv_bytes) // token_bytes
     if tokens < _FEW_TOKENS:
         yield Finding(
@@ -86,3 +91,22 @@ def _sizes(config: Config, token_bytes: int, window_bytes: int) -> Iterable[Find
             f"{nbytes // token_bytes:,} tokens, or {nbytes // conversation:,} conversations of "
             f"{_FEW_TOKENS:,} tokens",
         )
+
+
+def _too_small(config: Config, block_bytes: int) -> Iterable[Finding]:
+    """Yields errors for sizes that no engine of this model starts with.
+
+    :param block_bytes: the least that a block takes on the device.
+    """
+    in_host = block_bytes if config.engine.lossy_codec == "none" else block_bytes // 2
+    needed = {"engine.kv_bytes": (int(config.engine.kv_bytes), block_bytes)}
+    if config.engine.cache:
+        needed["host.capacity_bytes"] = (config.host_bytes(), MIN_HOST_BLOCKS * in_host)
+    for key, (nbytes, least) in needed.items():
+        if nbytes < least:
+            yield Finding(
+                Severity.ERROR,
+                key,
+                f"{nbytes:,} bytes, and a block of {config.cache.tokens_per_block} tokens of this model takes "
+                f"{block_bytes:,}: set it to {least:,} at the very least, better to a hundred times that",
+            )

@@ -126,6 +126,22 @@ def test_a_commented_line_of_a_file_to_begin_with_can_be_taken_in(tmp_path: Path
             ["pool_service.redis_url", "redis_username and redis_password"],
         ),
         (f"{POOL}tls_certificate = 'nope.pem'\ntls_key = 'nope.key'", "error", ["nope"]),
+        (
+            GATEWAY.replace("[gateway]", "[gateway]\nlisten = '127.0.0.1:9999'\nstatus_listen = 'localhost:9999'"),
+            "error",
+            ["gateway.status_listen", "gateway.listen = 127.0.0.1:9999"],
+        ),
+        (
+            GATEWAY.replace("[gateway]", "[gateway]\ntokenizer = 'nope'"),
+            "error",
+            ["gateway.tokenizer", "tokenizer.json"],
+        ),
+        (
+            GATEWAY.replace("[gateway]", "[gateway]\nengine_token = 'env:NOPE'"),
+            "error",
+            ["gateway.engine_token", "NOPE"],
+        ),
+        (f"{GATEWAY}secret = 'env:NOPE'", "error", ["tenants.a.secret", "NOPE is missing"]),
         ("", "warning", ["no key is set"]),
     ],
 )
@@ -144,7 +160,7 @@ def test_what_is_wrong_is_found_before_anything_starts(
     assert severity == "error" or not any(finding.severity == "error" for finding in found), found
 
 
-def test_sizes_are_told_in_tokens_of_the_model(tmp_path: Path) -> None:
+def test_sizes_are_told_in_tokens_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tmp_path / "model"
     model.mkdir()
     shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
@@ -153,9 +169,15 @@ def test_sizes_are_told_in_tokens_of_the_model(tmp_path: Path) -> None:
     file.write_text(
         "tenant = 'a'\n[tenants.a]\nsecret = 'env:KVTIER_SECRET'\n[engine]\nmodel = 'model'\nkv_bytes = '64MiB'"
     )
-    _, found = findings(file, **SECRETS)
-    texts = [finding["text"] for finding in found if finding["key"] == "engine.kv_bytes"]
+    monkeypatch.setenv("KVTIER_SECRET", SECRETS["KVTIER_SECRET"])
+    texts = [finding.text for finding in findings_of(file) if finding.key == "engine.kv_bytes"]
     assert any("2,912 tokens" in text or "2,912" in text for text in texts), texts
+    block = 23_040 * 16
+    for key, least in (("engine.kv_bytes", block), ("host.capacity_bytes", block * 16)):
+        for nbytes, is_error in ((1, True), (least - 1, True), (least, False)):
+            monkeypatch.setenv(f"KVTIER__{key.upper().replace('.', '__')}", str(nbytes))
+            errors = [each.text for each in findings_of(file) if (each.severity, each.key) == ("error", key)]
+            assert [f"set it to {least:,} at the very least" in text for text in errors] == [True] * is_error
 
 
 def test_api_keys_are_those_of_the_process_that_the_file_is_for(tmp_path: Path) -> None:
