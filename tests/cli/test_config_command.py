@@ -11,7 +11,9 @@ import pytest
 from certificates import Authority
 from kvtier.cli.configuration.command import findings as findings_of
 from kvtier.cli.configuration.command import markdown_page
+from kvtier.config import load_config
 from kvtier.config.reference import keys
+from kvtier.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 SECRETS = {
@@ -213,11 +215,24 @@ def test_a_certificate_that_ends_is_told_before_anything_starts(table: str, text
 def test_an_error_of_the_environment_names_the_variable(tmp_path: Path) -> None:
     file = tmp_path / "kvtier.toml"
     file.write_text("[pool_service]\nmemory_bytes = '1GiB'\n")
-    for variable, part in (("MEMORY_BYTES", "could not parse"), ("MEMROY_BYTES", "did you mean 'memory_bytes'")):
-        _, found = findings(file, **{f"KVTIER__POOL_SERVICE__{variable}": "banana"})
-        assert f"environment variable KVTIER__POOL_SERVICE__{variable}: " in found[0]["text"]
-        assert part in found[0]["text"]
-        assert str(file) not in found[0]["text"]
+    for variable, part in (
+        ("POOL_SERVICE__MEMORY_BYTES", "could not parse"),
+        ("POOL_SERVICE__MEMROY_BYTES", "did you mean 'memory_bytes'"),
+        ("HOTS__CAPACITY_BYTES", "hots: unknown key; did you mean 'host'"),
+        ("TENANTS__RED__MEMRY__CAP_BYTES", "did you mean 'memory'"),
+        ("API_KEYS__ALICE__MAY_PIN", "api_keys.alice.tenant: Field required"),
+        ("A__B", "a: unknown key"),
+        ("", "names no key; name one as in KVTIER__HOST__CAPACITY_BYTES"),
+        ("HOST____POLICY", "names no key"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            load_config(file, {f"KVTIER__{variable}": "banana"})
+        first = str(raised.value).splitlines()[0]
+        assert first.startswith(f"environment variable KVTIER__{variable}: ")
+        assert part in first
+    file.write_text("[hots]\ncapacity_bytes = 1\n")
+    with pytest.raises(ConfigError, match=rf"^{file}: hots: unknown key"):
+        load_config(file, {"KVTIER__HOTS__CAPACITY_BYTES": "1"})
 
 
 def test_show_says_who_has_set_what(tmp_path: Path) -> None:
