@@ -27,6 +27,13 @@ def own_engine_findings(config: Config) -> Iterable[Finding]:
             "engine.tls_certificate",
             f"API keys travel to {engine.listen} in the clear; set it and tls_key, or listen on 127.0.0.1",
         )
+    if config.gateway_tenants and not is_loopback(host):
+        yield Finding(
+            Severity.WARNING,
+            "gateway_tenants",
+            f"whoever reaches {engine.listen} may name any of these tenants and reads its cache, TLS or not. Let only "
+            "the gateway reach it: listen on 127.0.0.1 beside it, or keep others out by a firewall or a network policy",
+        )
     if not engine.cache and (config.pool.address or config.disk.directory is not None):
         yield Finding(Severity.WARNING, "engine.cache", "false: neither the pool nor the disk is used; set it to true")
     if engine.lossy_codec != "none" and engine.dtype != "bfloat16":

@@ -86,6 +86,11 @@ def test_a_commented_line_of_a_file_to_begin_with_can_be_taken_in(tmp_path: Path
             "warning",
             ["engine.num_threads", "1024 threads wait for each other"],
         ),
+        (
+            f"gateway_tenants = ['a']\n{ENGINE}[engine]\nlisten = '0.0.0.0:8000'",
+            "warning",
+            ["gateway_tenants", "whoever reaches 0.0.0.0:8000", "Let only the gateway reach it"],
+        ),
         (f"{ENGINE}[engine]\nmodel = 'nowhere'", "error", ["engine.model", "is not there"]),
         (f"{POOL}listen = ['0.0.0.0:7600']", "error", ["pool_service.listen", "insecure"]),
         (f"{POOL}memory_bytes = '1000TiB'", "warning", ["pool_service.memory_bytes"]),
