@@ -13,6 +13,7 @@ from kvtier.build.key_info import describe_keys
 from kvtier.build.tiers import DISK, POOL, begin_metrics, borrows, has_io_process, names_of_tiers, tiers_below
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
+from kvtier.config.tiers import MIN_HOST_BLOCKS
 from kvtier.device.kv import DeviceKV
 from kvtier.device.layered_loads import CopiesByLayer
 from kvtier.errors import ConfigError
@@ -45,7 +46,6 @@ from kvtier.tiers.sidecar import DirectReads
 from kvtier.traces.recorder import TraceRecorder
 
 _log = logging.getLogger(__name__)
-_MIN_SLOTS = 16
 _COPY_BYTES, _COPY_BLOCKS = 128 << 20, 1024
 """Most of a message that moves blocks between device and host memory, unless `cache.batch_blocks` is more."""
 _LOAN_BYTES = 64 << 20
@@ -278,7 +278,10 @@ def _recorder(config: Config, num_slots: int, block_bytes: int) -> TraceRecorder
     described: dict[str, str | int] = {"source": "engine", "policy": config.host.policy, "capacity_blocks": num_slots}
     path = config.references.path(cache.record_trace)
     recorder = TraceRecorder(path, described, max_bytes=int(cache.record_trace_bytes))
-    recorder.start()
+    try:
+        recorder.start()
+    except ConfigError as error:
+        raise config.references.error_about("cache.record_trace", str(error)) from error
     return recorder
 
 
@@ -291,9 +294,9 @@ def _num_slots(config: Config, block_bytes: int) -> int:
     """Slots of the arena. Raises `ConfigError` when they are too few."""
     capacity_bytes = config.host_bytes()
     num_slots = capacity_bytes // block_bytes
-    if num_slots < _MIN_SLOTS:
+    if num_slots < MIN_HOST_BLOCKS:
         raise ConfigError(
             f"host.capacity_bytes: {capacity_bytes:,} bytes hold {num_slots} blocks of {block_bytes:,}; every transfer "
-            f"goes through them: give each rank at least {_MIN_SLOTS * block_bytes:,}"
+            f"goes through them: give each rank at least {MIN_HOST_BLOCKS * block_bytes:,}"
         )
     return num_slots

@@ -1,11 +1,8 @@
 """Refuses what an engine's configuration cannot start with, before the engine loads a model: which may take minutes."""
 
-import os
-
 from kvtier.build.tiers import has_io_process
 from kvtier.config import Config
 from kvtier.config.engine_attempts import engine_attempts
-from kvtier.errors import ConfigError
 from kvtier.policies.admission_text import parse_admission
 from kvtier.tiers.disk.medium.folder import require_usable_folder
 
@@ -22,13 +19,8 @@ def require_startable(config: Config, device_type: str) -> None:
     for attempt in engine_attempts(config, device_type):
         attempt()
     has_io_process(config)
-    disk, trace = config.disk, config.cache.record_trace
+    disk = config.disk
     if disk.directory is not None:
         require_usable_folder(config.references.path(disk.directory))
         if disk.admission is not None:
             parse_admission(disk.admission, int(disk.capacity_bytes))
-    if trace is not None and not os.access(config.references.path(trace).parent, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"cache.record_trace: {config.references.path(trace)} cannot be written; name a file in a folder that this "
-            "user may write"
-        )

@@ -6,6 +6,7 @@ from functools import partial
 from kvtier.config.accepted import accepted_engine_keys
 from kvtier.config.config import Config
 from kvtier.config.findings import size_words
+from kvtier.config.places import require_writable_file
 from kvtier.config.tls_files import engine_tls, pool_tls
 from kvtier.errors import ConfigError
 from kvtier.net.tls import client_tls, server_tls
@@ -26,6 +27,10 @@ def engine_attempts(config: Config, device_type: str) -> list[Callable[[], objec
         lambda: client_tls(pool_tls(config), config.pool.tls_server_name),
         lambda: _require_memory(config.host_bytes(), total_bytes()),
     ]
+    trace = config.cache.record_trace
+    if trace is not None:
+        path = config.references.path(trace)
+        attempts.append(partial(require_writable_file, config, "cache.record_trace", path, is_renamed=True))
     for name in config.engine_tenants():
         attempts += [partial(config.previous_secrets, name), partial(config.carriage_keys, name)]
         attempts.append(partial(config.storage_seals, [name]))

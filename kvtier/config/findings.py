@@ -1,8 +1,10 @@
 """What a look at a configuration finds, before anything is started with it."""
 
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +13,8 @@ from kvtier.config.config import Config
 from kvtier.config.reference import texts_of
 from kvtier.errors import ConfigError
 from kvtier.system.memory import available_bytes, total_bytes
+
+_STAT_BLOCK_BYTES = 512
 
 
 class Severity(StrEnum):
@@ -77,19 +81,19 @@ def room_on_disk(
     key: str, folder: Path, capacity_bytes: int, reserve_bytes: int, reserve_key: str
 ) -> Iterable[Finding]:
     """Yields what is wrong with a disk tier's size, on the file system that its folder is on or will be on."""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
+    there = nearest_existing(folder)
     if not there.is_dir():
         yield Finding(Severity.ERROR, key, f"{there} is not a folder; name another one")
         return
     usage = shutil.disk_usage(there)
-    if usage.free <= reserve_bytes:
-        yield Finding(
-            Severity.WARNING,
-            reserve_key,
-            f"{size_words(reserve_bytes)} are kept free for others, and the file system of {folder} has "
-            f"{size_words(usage.free)} free: nothing will be stored. Lower {reserve_key}, or use a larger file system",
-            defeats=True,
-        )
+    if obtainable_bytes(folder, reserve_bytes) <= 0:
+        free = f"the file system of {folder} has {size_words(usage.free)} free: nothing will be stored"
+        if reserve_bytes:
+            kept = f"{size_words(reserve_bytes)} are kept free for others, and "
+            text = f"{kept}{free}. Lower {reserve_key}, or use a larger file system"
+        else:
+            text = f"{free}. Free it, or use a larger one"
+        yield Finding(Severity.WARNING, reserve_key if reserve_bytes else key, text, defeats=True)
     elif capacity_bytes > usage.total - reserve_bytes:
         yield Finding(
             Severity.WARNING,
@@ -97,6 +101,20 @@ def room_on_disk(
             f"{size_words(capacity_bytes)} will never be had: the file system of {folder} has "
             f"{size_words(usage.total)}, of which {size_words(reserve_bytes)} stay free; the tier takes what there is",
         )
+
+
+def nearest_existing(folder: Path) -> Path:
+    """The folder, or what there is above it. Raises `OSError` where this user may not look."""
+    return next(place for place in (folder, *folder.parents) if place.exists())
+
+
+def obtainable_bytes(folder: Path, reserve_bytes: int) -> int:
+    """Bytes that a disk tier in a folder could have now: what is free, but for the reserve, and what its files take
+    already, which it uses again. Negative where others have filled the file system."""
+    own = 0
+    with suppress(OSError):  # the folder is not there yet, or is of another user
+        own = sum(os.stat(entry).st_blocks * _STAT_BLOCK_BYTES for entry in os.scandir(folder) if entry.is_file())
+    return shutil.disk_usage(nearest_existing(folder)).free + own - reserve_bytes
 
 
 def room_in_memory(key: str, wanted_bytes: int, effect: str) -> Iterable[Finding]:

@@ -67,8 +67,7 @@ def _parsed(data: dict[str, Any], references: References) -> Config:
     try:
         config = Config.model_validate(_overridden(data, environ))
     except ValidationError as error:
-        variables = overridden_keys(environ)
-        raise ConfigError("\n".join(_explain(source, variables, e) for e in error.errors())) from error
+        raise ConfigError("\n".join(_explain(references, data, e) for e in error.errors())) from error
     config._references = references
     for table in _NAMED_TABLES:
         for name in getattr(config, table):
@@ -124,6 +123,11 @@ def _overridden(data: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str
     for variable, value in environ.items():
         if variable.startswith(OVERRIDE_PREFIX):
             *path, last = variable.removeprefix(OVERRIDE_PREFIX).lower().split("__")
+            if not all((*path, last)):
+                example = f"{OVERRIDE_PREFIX}HOST__CAPACITY_BYTES"
+                raise ConfigError(
+                    f"environment variable {variable}: names no key; name one as in {example}, or remove the variable"
+                )
             table = merged
             for part in path:
                 below = table.get(part, {})
@@ -141,20 +145,38 @@ def _toml_value(text: str) -> Any:
         return text
 
 
-def _explain(source: str, variables: Mapping[str, str], error: Any) -> str:
+def _explain(references: References, data: Mapping[str, Any], error: Any) -> str:
     """Returns a line about one error of pydantic's.
 
-    :param variables: key -> the variable of the environment that has set it, which is then to blame, not the file.
+    :param data: what stands in the file.
     """
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
-    of_key = [variable for known, variable in variables.items() if f"{key}.".startswith(f"{known}.")]
-    source = f"environment variable {of_key[0]}" if of_key else source
+    variable = _to_blame(location, data, overridden_keys(references.environ))
+    source = references.source if variable is None else f"environment variable {variable}"
     if error["type"] == "extra_forbidden":
         return f"{source}: {key}: unknown key{nearest(location[-1], _fields_beside(location))}"
     message = error["msg"].removeprefix("Value error, ")  # pydantic's, before words of ours
     remedy = "; use a number of bytes, or a size such as 4GiB" if error["type"].startswith("byte_size") else ""
     return f"{source}: {key}: {message}{remedy}"
+
+
+def _to_blame(location: list[str], data: Mapping[str, Any], variables: Mapping[str, str]) -> str | None:
+    """Returns the variable of the environment to which a key is due that is wrong; None: it is due to the file.
+
+    :param variables: key -> the variable that has set it.
+    """
+    above = [".".join(location[: depth + 1]) for depth in range(len(location))]
+    for known, variable in variables.items():
+        if known in above:
+            return variable
+    there: Any = data
+    for name, key in zip(location, above, strict=True):
+        if not isinstance(there, Mapping) or name not in there:
+            made = (variable for known, variable in variables.items() if known.startswith(f"{key}."))
+            return next(made, None)
+        there = there[name]
+    return None
 
 
 def _fields_beside(location: list[str]) -> list[str]:

@@ -21,6 +21,9 @@ from kvtier.config.fields import (
 )
 from kvtier.system.cores import usable_cores
 
+MIN_HOST_BLOCKS = 16
+"""Blocks for which host memory must have room in each rank: every transfer goes through it."""
+
 
 def default_load_threads(num_processes: int = 1) -> int:
     """`cache.load_threads` where it is left out, of each of so many processes on this host."""

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from kvtier.cli.sizing.model_shape import load_model_shape
 from kvtier.config import Config
 from kvtier.config.findings import Finding, Severity, size_words
+from kvtier.config.tiers import MIN_HOST_BLOCKS
 from kvtier.errors import ConfigError
 from kvtier.net.address import is_loopback
 from kvtier.system.cores import usable_cores
@@ -25,6 +26,13 @@ def own_engine_findings(config: Config) -> Iterable[Finding]:
             Severity.WARNING,
             "engine.tls_certificate",
             f"API keys travel to {engine.listen} in the clear; set it and tls_key, or listen on 127.0.0.1",
+        )
+    if config.gateway_tenants and not is_loopback(host):
+        yield Finding(
+            Severity.WARNING,
+            "gateway_tenants",
+            f"whoever reaches {engine.listen} may name any of these tenants and reads its cache, TLS or not. Let only "
+            "the gateway reach it: listen on 127.0.0.1 beside it, or keep others out by a firewall or a network policy",
         )
     if not engine.cache and (config.pool.address or config.disk.directory is not None):
         yield Finding(Severity.WARNING, "engine.cache", "false: neither the pool nor the disk is used; set it to true")
@@ -65,6 +73,10 @@ def _model(config: Config) -> Iterable[Finding]:
 
 def _sizes(config: Config, token_bytes: int, window_bytes: int) -> Iterable[Finding]:
     """:param window_bytes: of a conversation's last window, in the layers that need no more."""
+    too_small = list(_too_small(config, token_bytes * config.cache.tokens_per_block))
+    yield from too_small
+    if too_small:
+        return
     tokens = int(config.engine.kv_bytes) // token_bytes
     if tokens < _FEW_TOKENS:
         yield Finding(
@@ -86,3 +98,22 @@ def _sizes(config: Config, token_bytes: int, window_bytes: int) -> Iterable[Find
             f"{nbytes // token_bytes:,} tokens, or {nbytes // conversation:,} conversations of "
             f"{_FEW_TOKENS:,} tokens",
         )
+
+
+def _too_small(config: Config, block_bytes: int) -> Iterable[Finding]:
+    """Yields errors for sizes that no engine of this model starts with.
+
+    :param block_bytes: the least that a block takes on the device.
+    """
+    in_host = block_bytes if config.engine.lossy_codec == "none" else block_bytes // 2
+    needed = {"engine.kv_bytes": (int(config.engine.kv_bytes), block_bytes)}
+    if config.engine.cache:
+        needed["host.capacity_bytes"] = (config.host_bytes(), MIN_HOST_BLOCKS * in_host)
+    for key, (nbytes, least) in needed.items():
+        if nbytes < least:
+            yield Finding(
+                Severity.ERROR,
+                key,
+                f"{nbytes:,} bytes, and a block of {config.cache.tokens_per_block} tokens of this model takes "
+                f"{block_bytes:,}: set it to {least:,} at the very least, better to a hundred times that",
+            )

@@ -6,7 +6,7 @@ from kvtier.config import Config
 from kvtier.config.ending_certificates import ending_certificates
 from kvtier.config.findings import Finding, Severity, errors_of
 from kvtier.system.open_files import reachable_open_files
-from kvtier_gateway.protection import require_protected, require_usable
+from kvtier_gateway.protection import start_attempts
 
 _OPEN_FILES_PER_CONNECTION, _OPEN_FILES_BESIDES = 2, 64
 
@@ -15,7 +15,7 @@ def gateway_findings(config: Config) -> Iterable[Finding]:
     """Looks at a file whose table `gateway` is set."""
     if "gateway" not in config.model_fields_set:
         return
-    yield from errors_of(lambda: require_protected(config), lambda: require_usable(config))
+    yield from errors_of(*start_attempts(config))
     yield from setting_findings(config)
 
 

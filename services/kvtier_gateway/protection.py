@@ -1,10 +1,50 @@
 """What a gateway refuses to begin with."""
 
+from collections.abc import Callable
+from functools import partial
+
 from kvtier.config import Config
 from kvtier.config.accepted import accepted_api_keys
-from kvtier.config.tls_files import gateway_tls
+from kvtier.config.places import require_addresses_apart
+from kvtier.config.tls_files import gateway_tls, pool_tls
 from kvtier.errors import ConfigError
 from kvtier.net.address import is_loopback
+from kvtier.net.certificates import TlsFiles, client_context
+from kvtier.net.tls import client_tls, server_tls
+
+
+def start_attempts(config: Config) -> list[Callable[[], object]]:
+    """Returns calls that raise `ConfigError` for what a gateway would not start with. They read the files of secrets
+    and certificates, open no connection, and change nothing."""
+    table, tenants = config.gateway, config.tenants.items()
+    named = [("gateway.listen", table.listen), ("gateway.status_listen", table.status_listen)]
+    attempts: list[Callable[[], object]] = [
+        partial(require_protected, config),
+        partial(require_usable, config),
+        partial(require_addresses_apart, config, named),
+        lambda: server_tls(gateway_tls(config)),
+    ]
+    if table.engine_token is not None:
+        attempts.append(partial(config.references.secret, "gateway.engine_token", table.engine_token))
+    if table.engine_tls_ca is not None:
+        attempts.append(partial(client_context, TlsFiles(ca=config.references.path(table.engine_tls_ca))))
+    if table.tokenizer is not None:
+        attempts.append(partial(_require_tokenizer, config))
+    attempts += [partial(config.chain_secret, name) for name, tenant in tenants if tenant.secret is not None]
+    with_token = [name for name, tenant in tenants if tenant.token is not None]
+    if with_token and config.pool.address:
+        attempts.append(lambda: client_tls(pool_tls(config), config.pool.tls_server_name))
+        attempts += [partial(config.pool_token, name) for name in with_token]
+    return attempts
+
+
+def _require_tokenizer(config: Config) -> None:
+    assert config.gateway.tokenizer is not None
+    file = config.references.path(config.gateway.tokenizer) / "tokenizer.json"
+    if not file.is_file():
+        raise config.references.error_about(
+            "gateway.tokenizer", f"there is no {file}; name the folder of the engines' model"
+        )
 
 
 def require_protected(config: Config) -> None:

@@ -34,7 +34,7 @@ from kvtier_gateway.keying.tenants import TenantHashers
 from kvtier_gateway.keying.tokenising import PromptTokens
 from kvtier_gateway.keys import ApiKeys
 from kvtier_gateway.metrics import GatewayMetrics
-from kvtier_gateway.protection import require_protected, require_usable
+from kvtier_gateway.protection import require_usable, start_attempts
 from kvtier_gateway.routing.registry import make_strategy
 from kvtier_gateway.status import Status
 
@@ -79,8 +79,8 @@ class GatewayService:
             or secrets are no good; an address cannot be had.
         """
         config, table = self._config, self._config.gateway
-        require_protected(config)
-        require_usable(config)
+        for attempt in start_attempts(config):
+            attempt()
         self._keys = ApiKeys(config)
         secret = config.references.secret
         token = None if table.engine_token is None else secret("gateway.engine_token", table.engine_token)
@@ -123,7 +123,10 @@ class GatewayService:
         self._stack.callback(pool.close)
         tokens = None
         if table.tokenizer is not None:
-            tokens = PromptTokens(config.references.path(table.tokenizer), int(table.tokens_bytes))
+            try:
+                tokens = PromptTokens(config.references.path(table.tokenizer), int(table.tokens_bytes))
+            except ConfigError as error:
+                raise config.references.error_about("gateway.tokenizer", str(error)) from error
         prompts = Prompts(tokens, hashers, pool)
         self._stack.callback(prompts.close)
         return prompts

@@ -16,8 +16,11 @@ from kvtier.config.findings import (
     size_words,
     without_effect,
 )
+from kvtier.config.tls_files import pool_service_tls
+from kvtier.net.tls import server_tls
 from kvtier.system.open_files import reachable_open_files
 from kvtier_pool.exposure import require_protected, tokens_in_clear
+from kvtier_pool.startable import place_attempts
 
 _DESCRIPTORS_PER_CONNECTION = 4
 """Two ports, and for a moment twice as many connections of each."""
@@ -39,7 +42,9 @@ def pool_findings(config: Config) -> Iterable[Finding]:
         partial(accepted_certificates, config),
         config.redis_password,
         lambda: require_protected(config),
+        lambda: server_tls(pool_service_tls(config)),
         lambda: config.storage_seals(config.tenants),
+        *place_attempts(config),
     )
     yield from setting_findings(config)
 

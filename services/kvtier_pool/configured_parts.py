@@ -103,6 +103,14 @@ def recorder_of(config: Config, metrics: PoolMetrics) -> TraceRecorder | None:
     return recorder
 
 
+def start_recorder(recorder: TraceRecorder, config: Config) -> None:
+    """Starts it. Raises `ConfigError`, which names the key, when the file cannot be written."""
+    try:
+        recorder.start()
+    except ConfigError as error:
+        raise config.references.error_about("pool_service.record_trace", str(error)) from error
+
+
 def trace_description(table: PoolServiceConfig) -> dict[str, str | int]:
     """What a trace says of the memory that was there."""
     return {"source": "pool", "policy": table.memory_policy, "capacity_bytes": int(table.memory_bytes)}

@@ -1,32 +1,29 @@
 """What `kvtier doctor` looks at for a pool: its disk, its Redis, its certificates, and whether it serves."""
 
 import dataclasses
+import os
 import time
 from collections.abc import Iterable
 from functools import partial
-from http import HTTPStatus
-from http.client import HTTPException
 from pathlib import Path
 
 from kvtier.cli.doctor.certificates import certificate_lines
-from kvtier.cli.doctor.clocks import clock_line, healthz
+from kvtier.cli.doctor.clocks import clock_line
 from kvtier.cli.doctor.disk import FolderSettings, folder_lines
 from kvtier.cli.doctor.lines import Level, Line, Look
-from kvtier.cli.stats.samples import reachable
-from kvtier.clock import MONOTONIC
 from kvtier.codec.sealed_form import NO_SEALS
 from kvtier.config import Config
 from kvtier.config.findings import size_words
 from kvtier.config.tls_files import pool_service_tls
 from kvtier.errors import ConfigError, KvtierError, UnauthenticatedError
-from kvtier.net.address import Address, open_connection
 from kvtier.net.tls import ServerTls
 from kvtier_pool.checks import is_of_a_pool
 from kvtier_pool.open_tiers import redis_settings
+from kvtier_pool.serving_look import runs_with, serving_lines
+from kvtier_pool.startable import require_redis_address
 
 _OLDEST_REDIS = (6, 2)
 _REDIS_S = 5.0
-_HTTP_S, _CONNECT_S = 3.0, 1.0
 _WITHOUT = "the pool runs without this tier: nothing is shared with other pools"
 
 
@@ -45,11 +42,25 @@ def pool_looks(config: Config, file: Path | None) -> Iterable[Look]:
             int(table.disk_reserve_bytes),
             table.disk_direct_io,
         )
-        yield Look(settings.key, partial(folder_lines, settings, file))
+        yield Look(settings.key, partial(_folder, settings, file))
     if table.redis_url:
         yield Look("pool_service.redis_url", lambda: _redis(config))
     yield Look("pool_service.tls_certificate", lambda: _certificates(config))
-    yield Look("pool_service.listen", lambda: _serving(config, file))
+    yield Look("pool_service.listen", lambda: serving_lines(config, file))
+
+
+def _folder(settings: FolderSettings, file: Path | None) -> Iterable[Line]:
+    if not os.path.lexists(settings.folder) and os.access(settings.folder.parent, os.X_OK) and runs_with(file):
+        return [
+            Line(
+                Level.PROBLEM,
+                settings.key,
+                f"{settings.folder} was removed under the pool that runs with this file",
+                "no more blocks get to disk, and a restart finds none",
+                "restart the pool, which makes the folder anew",
+            )
+        ]
+    return folder_lines(settings, file)
 
 
 def _redis(config: Config) -> Iterable[Line]:
@@ -57,6 +68,7 @@ def _redis(config: Config) -> Iterable[Line]:
 
     table, key = config.pool_service, "pool_service.redis_url"
     assert table.redis_url is not None
+    require_redis_address(config)
     settings = redis_settings(config, NO_SEALS)
     timeout_s = min(settings.call_timeout_s, _REDIS_S)
     settings = dataclasses.replace(settings, call_timeout_s=timeout_s, lookup_timeout_s=timeout_s)
@@ -100,44 +112,3 @@ def _certificates(config: Config) -> Iterable[Line]:
     for key, path in named:
         if path is not None:
             yield from certificate_lines(key, path)
-
-
-def _serving(config: Config, file: Path | None) -> Iterable[Line]:
-    table = config.pool_service
-    key = "pool_service.listen"
-    taken = [text for text in table.listen if _is_taken(text)]
-    if not taken:
-        name = "" if file is None else f" --config {file}"
-        found = f"no pool runs here with this file: nobody listens at {', '.join(table.listen)}"
-        yield Line(Level.NOTE, key, found, remedy=f"to start it: kvtier pool serve{name}")
-        return
-    listens = f"somebody listens at {', '.join(taken)}"
-    if table.http_listen.endswith(":0"):
-        yield Line(Level.NOTE, key, f"{listens}; how it is cannot be asked, as http_listen takes any port")
-        return
-    scheme = "http" if pool_service_tls(config) is None else "https"
-    url = f"{scheme}://{reachable(table.http_listen)}"
-    try:
-        status, text, _ = healthz(url, _HTTP_S)
-    except (OSError, ValueError, HTTPException):
-        remedy = "see the pool's log, and restart it if it hangs; if it is another program, choose another port"
-        yield Line(Level.PROBLEM, key, f"{listens}, and no pool answers at {url}", "no engine is served", remedy)
-        return
-    said = " ".join(text.split())[:300]
-    if status == HTTPStatus.OK and text.startswith("ok"):
-        yield Line(Level.OK if said == "ok" else Level.WARNING, key, f"a pool answers at {url}: {said}")
-    else:
-        yield Line(Level.PROBLEM, key, f"{url} answers {status}: {said}", "probes fail", "see the pool's log")
-
-
-def _is_taken(text: str) -> bool:
-    if text.endswith(":0"):
-        return False
-    address = Address.parse(text if text.startswith("unix:") else reachable(text))
-    try:
-        open_connection(address, MONOTONIC() + _CONNECT_S).close()
-    except TimeoutError:
-        return True  # somebody has the port, and does not answer
-    except OSError:
-        return False
-    return True

@@ -1,6 +1,7 @@
 """A listening socket, TCP or Unix."""
 
 import contextlib
+import errno
 import grp
 import os
 import socket
@@ -13,6 +14,11 @@ from kvtier.net.address import Address, reason_of
 
 _BACKLOG = 128
 _NEW_SUFFIX = ".new"
+_ROOT = 0
+
+
+class ServedError(OSError):
+    """A server lives on a Unix socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +30,42 @@ class SocketAccess:
     group: str | int | None = None
     """Name or number; None: the process's own."""
 
+    def require(self) -> None:
+        """Raises `ConfigError` where there is no such group, or this user is no member of it."""
+        if self.group is None:
+            return
+        number = self._group_number()
+        if os.geteuid() != _ROOT and number not in (os.getegid(), *os.getgroups()):
+            raise self._not_a_member()
+
     def give(self, path: str) -> None:
         """Sets it on the socket at `path`.
 
-        :raises OSError: there is no such group, or this user may not give it.
+        :raises ConfigError: there is no such group, or this user may not give it.
         """
         if self.group is not None:
             try:
-                os.chown(path, -1, self.group if isinstance(self.group, int) else grp.getgrnam(self.group).gr_gid)
-            except (KeyError, PermissionError) as error:
-                reason = "there is no such group" if isinstance(error, KeyError) else "this user is no member of it"
-                raise OSError(f"socket_group {self.group!r}: {reason}") from error
+                os.chown(path, -1, self._group_number())
+            except PermissionError as error:
+                raise self._not_a_member() from error
         os.chmod(path, self.mode)
+
+    def _group_number(self) -> int:
+        if isinstance(self.group, int):
+            return self.group
+        try:
+            return grp.getgrnam(str(self.group)).gr_gid
+        except KeyError as error:
+            raise ConfigError(
+                f"pool_service.socket_group: {self.group!r}: there is no such group; make it, or name another"
+            ) from error
+
+    def _not_a_member(self) -> ConfigError:
+        user = os.geteuid()
+        return ConfigError(
+            f"pool_service.socket_group: {self.group!r}: user {user} is no member of it; make that user one, or name "
+            "another group"
+        )
 
 
 class Listener:
@@ -51,9 +81,10 @@ class Listener:
             self._socket = _listen_unix(address.path, access) if address.path else _listen_tcp(address)
             self._inode = os.stat(address.path).st_ino if address.path else 0
         except (OSError, OverflowError) as error:
+            is_taken = isinstance(error, ServedError) or getattr(error, "errno", None) == errno.EADDRINUSE
+            remedy = f"{'stop what is there, or ' if is_taken else ''}choose another address (--listen)"
             raise ConfigError(
-                f"pool_service.listen: cannot listen on {address}: {reason_of(error)}; stop what is there, or choose "
-                "another address (--listen)"
+                f"pool_service.listen: cannot listen on {address}: {reason_of(error)}; {remedy}"
             ) from error
         self._path = address.path
         self.address = str(address if address.path else Address("", address.host, self._socket.getsockname()[1]))
@@ -93,15 +124,15 @@ def _listen_unix(path: str, access: SocketAccess) -> socket.socket:
         access.give(new)
         listening.listen(_BACKLOG)
         os.rename(new, path)
-    except OSError:
+    except (OSError, ConfigError):
         listening.close()
         raise
     return listening
 
 
 def require_nobody_there(path: str) -> None:
-    """Raises `OSError` when a server lives on this Unix socket, or something else has its name. One that is dead may be
-    replaced."""
+    """Raises `ServedError` when a server lives on this Unix socket, and another `OSError` when something else has its
+    name. One that is dead may be replaced."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             raise FileExistsError(f"{path} is there and no socket")
@@ -114,5 +145,5 @@ def require_nobody_there(path: str) -> None:
         except ConnectionRefusedError:
             return
         except OSError as error:  # its queue is full: a server that is busy, or stopped, is not dead
-            raise OSError(f"a server lives there ({error})") from error
-    raise OSError("a server lives there")
+            raise ServedError(f"a server lives there ({error})") from error
+    raise ServedError("a server lives there")

@@ -30,6 +30,7 @@ from kvtier_pool.configured_parts import (
     recorder_of,
     share_of,
     shares_memory,
+    start_recorder,
     tenant_names,
     trace_description,
 )
@@ -47,6 +48,7 @@ from kvtier_pool.logins import Logins
 from kvtier_pool.metrics import PoolMetrics, UnwrittenBlocks
 from kvtier_pool.places import TenantPlaces
 from kvtier_pool.rates import TenantRates
+from kvtier_pool.startable import place_attempts
 from kvtier_pool.storage_keys import StorageKeys
 from kvtier_pool.turns import FairTurns
 
@@ -93,6 +95,8 @@ class PoolService:
         config, table, limits = self._config, self._config.pool_service, self._limits
         require_clients(config)
         require_protected(config)
+        for attempt in place_attempts(config):
+            attempt()
         authenticator = Authenticator(accepted_tokens(config), accepted_certificates(config))
         tls = pool_service_tls(config)
         registry = CollectorRegistry()
@@ -123,7 +127,7 @@ class PoolService:
             undo.callback(self.audit.stop)
             self._set_shares(config)
             if self._recorder is not None:
-                self._recorder.start()
+                start_recorder(self._recorder, config)
                 undo.callback(self._recorder.close)
             self._core.start()
             turns.load.start()

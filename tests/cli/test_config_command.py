@@ -11,7 +11,9 @@ import pytest
 from certificates import Authority
 from kvtier.cli.configuration.command import findings as findings_of
 from kvtier.cli.configuration.command import markdown_page
+from kvtier.config import load_config
 from kvtier.config.reference import keys
+from kvtier.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 SECRETS = {
@@ -84,6 +86,11 @@ def test_a_commented_line_of_a_file_to_begin_with_can_be_taken_in(tmp_path: Path
             "warning",
             ["engine.num_threads", "1024 threads wait for each other"],
         ),
+        (
+            f"gateway_tenants = ['a']\n{ENGINE}[engine]\nlisten = '0.0.0.0:8000'",
+            "warning",
+            ["gateway_tenants", "whoever reaches 0.0.0.0:8000", "Let only the gateway reach it"],
+        ),
         (f"{ENGINE}[engine]\nmodel = 'nowhere'", "error", ["engine.model", "is not there"]),
         (f"{POOL}listen = ['0.0.0.0:7600']", "error", ["pool_service.listen", "insecure"]),
         (f"{POOL}memory_bytes = '1000TiB'", "warning", ["pool_service.memory_bytes"]),
@@ -100,6 +107,48 @@ def test_a_commented_line_of_a_file_to_begin_with_can_be_taken_in(tmp_path: Path
             ["guaranteed_bytes", "guarantee less"],
         ),
         ("[pool_service]\nmemory_bytes = '2MiB'", "error", ["no token_sha256 anywhere"]),
+        (
+            f"{POOL}listen = 'unix:pool.sock'\nsocket_group = 'nogroupx'",
+            "error",
+            ["pool_service.socket_group", "'nogroupx': there is no such group; make it"],
+        ),
+        (
+            f"{POOL}grpc_listen = 'unix:/nope/pool.sock'",
+            "error",
+            ["pool_service.grpc_listen", "no folder /nope; make one"],
+        ),
+        (f"{POOL}audit_log = '/nope/audit.log'", "error", ["pool_service.audit_log", "there is no folder /nope"]),
+        (f"{POOL}record_trace = '/nope/t'", "error", ["pool_service.record_trace", "there is no folder /nope"]),
+        (f"{ENGINE}[cache]\nrecord_trace = '/nope/t'", "error", ["cache.record_trace", "there is no folder /nope"]),
+        (
+            f"{POOL}listen = '127.0.0.1:9999'\nhttp_listen = ':9999'",
+            "error",
+            ["pool_service.http_listen", "pool_service.listen = 127.0.0.1:9999", "a port of its own"],
+        ),
+        (f"{POOL}listen = ['[::1]:9999', '[::1]:9999']", "error", ["pool_service.listen", "is there twice"]),
+        (f"{POOL}redis_url = 'http://x'", "error", ["pool_service.redis_url", "begins with 'http'"]),
+        (
+            f"{POOL}redis_url = 'redis://:pw@x'",
+            "error",
+            ["pool_service.redis_url", "redis_username and redis_password"],
+        ),
+        (f"{POOL}tls_certificate = 'nope.pem'\ntls_key = 'nope.key'", "error", ["nope"]),
+        (
+            GATEWAY.replace("[gateway]", "[gateway]\nlisten = '127.0.0.1:9999'\nstatus_listen = 'localhost:9999'"),
+            "error",
+            ["gateway.status_listen", "gateway.listen = 127.0.0.1:9999"],
+        ),
+        (
+            GATEWAY.replace("[gateway]", "[gateway]\ntokenizer = 'nope'"),
+            "error",
+            ["gateway.tokenizer", "tokenizer.json"],
+        ),
+        (
+            GATEWAY.replace("[gateway]", "[gateway]\nengine_token = 'env:NOPE'"),
+            "error",
+            ["gateway.engine_token", "NOPE"],
+        ),
+        (f"{GATEWAY}secret = 'env:NOPE'", "error", ["tenants.a.secret", "NOPE is missing"]),
         ("", "warning", ["no key is set"]),
     ],
 )
@@ -118,7 +167,7 @@ def test_what_is_wrong_is_found_before_anything_starts(
     assert severity == "error" or not any(finding.severity == "error" for finding in found), found
 
 
-def test_sizes_are_told_in_tokens_of_the_model(tmp_path: Path) -> None:
+def test_sizes_are_told_in_tokens_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tmp_path / "model"
     model.mkdir()
     shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
@@ -127,9 +176,15 @@ def test_sizes_are_told_in_tokens_of_the_model(tmp_path: Path) -> None:
     file.write_text(
         "tenant = 'a'\n[tenants.a]\nsecret = 'env:KVTIER_SECRET'\n[engine]\nmodel = 'model'\nkv_bytes = '64MiB'"
     )
-    _, found = findings(file, **SECRETS)
-    texts = [finding["text"] for finding in found if finding["key"] == "engine.kv_bytes"]
+    monkeypatch.setenv("KVTIER_SECRET", SECRETS["KVTIER_SECRET"])
+    texts = [finding.text for finding in findings_of(file) if finding.key == "engine.kv_bytes"]
     assert any("2,912 tokens" in text or "2,912" in text for text in texts), texts
+    block = 23_040 * 16
+    for key, least in (("engine.kv_bytes", block), ("host.capacity_bytes", block * 16)):
+        for nbytes, is_error in ((1, True), (least - 1, True), (least, False)):
+            monkeypatch.setenv(f"KVTIER__{key.upper().replace('.', '__')}", str(nbytes))
+            errors = [each.text for each in findings_of(file) if (each.severity, each.key) == ("error", key)]
+            assert [f"set it to {least:,} at the very least" in text for text in errors] == [True] * is_error
 
 
 def test_api_keys_are_those_of_the_process_that_the_file_is_for(tmp_path: Path) -> None:
@@ -165,11 +220,24 @@ def test_a_certificate_that_ends_is_told_before_anything_starts(table: str, text
 def test_an_error_of_the_environment_names_the_variable(tmp_path: Path) -> None:
     file = tmp_path / "kvtier.toml"
     file.write_text("[pool_service]\nmemory_bytes = '1GiB'\n")
-    for variable, part in (("MEMORY_BYTES", "could not parse"), ("MEMROY_BYTES", "did you mean 'memory_bytes'")):
-        _, found = findings(file, **{f"KVTIER__POOL_SERVICE__{variable}": "banana"})
-        assert f"environment variable KVTIER__POOL_SERVICE__{variable}: " in found[0]["text"]
-        assert part in found[0]["text"]
-        assert str(file) not in found[0]["text"]
+    for variable, part in (
+        ("POOL_SERVICE__MEMORY_BYTES", "could not parse"),
+        ("POOL_SERVICE__MEMROY_BYTES", "did you mean 'memory_bytes'"),
+        ("HOTS__CAPACITY_BYTES", "hots: unknown key; did you mean 'host'"),
+        ("TENANTS__RED__MEMRY__CAP_BYTES", "did you mean 'memory'"),
+        ("API_KEYS__ALICE__MAY_PIN", "api_keys.alice.tenant: Field required"),
+        ("A__B", "a: unknown key"),
+        ("", "names no key; name one as in KVTIER__HOST__CAPACITY_BYTES"),
+        ("HOST____POLICY", "names no key"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            load_config(file, {f"KVTIER__{variable}": "banana"})
+        first = str(raised.value).splitlines()[0]
+        assert first.startswith(f"environment variable KVTIER__{variable}: ")
+        assert part in first
+    file.write_text("[hots]\ncapacity_bytes = 1\n")
+    with pytest.raises(ConfigError, match=rf"^{file}: hots: unknown key"):
+        load_config(file, {"KVTIER__HOTS__CAPACITY_BYTES": "1"})
 
 
 def test_show_says_who_has_set_what(tmp_path: Path) -> None:

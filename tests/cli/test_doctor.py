@@ -76,6 +76,16 @@ def test_a_whole_set_up_and_a_wrong_token(tmp_path: Path) -> None:
         found.tells(
             "pool_service.disk_dir", f"in use by process {pool.service.process.pid}", "with this file", level="ok"
         )
+        other = tmp_path / "other.toml"
+        other.write_text(file.read_text().replace("'disk'", "'other'"))
+        found = diagnosed(other)
+        found.tells("a pool answers at http://", "no pool of this machine was started with this file", level="warning")
+        socket_path.rename(tmp_path / "moved.sock")
+        (tmp_path / "disk").rename(tmp_path / "moved")
+        found = diagnosed(file)
+        found.tells(f"unix:{socket_path}: the socket's file was removed", "restart the pool")
+        found.tells("pool_service.disk_dir", "was removed under the pool that runs with this file", "restart")
+        (tmp_path / "moved").rename(tmp_path / "disk")
         with suspended(pool.service.process.pid):
             found = diagnosed(engine_file(tmp_path, tcp, "connect_timeout_s = 0.2"))
             found.tells("connected, but no greeting in time", "the pool hangs or is stopped")

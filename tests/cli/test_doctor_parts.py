@@ -15,6 +15,7 @@ from kvtier.cli.doctor import disk, folder_owner, gpu, machine
 from kvtier.cli.doctor.clocks import clock_line, pool_clock
 from kvtier.cli.doctor.disk import FolderSettings, folder_lines
 from kvtier.cli.doctor.lines import Level, Line
+from kvtier.config.findings import room_on_disk
 from kvtier.tiers.disk.medium.folder import MARKER
 
 GIB = 1 << 30
@@ -87,6 +88,18 @@ def test_a_disk_that_others_have_filled(tmp_path: Path, monkeypatch: pytest.Monk
     assert (room.level, room.subject) == (Level.WARNING, "disk.capacity_bytes")
     assert room.found == "50 GiB, and 29 GiB can be had now: others take the rest"
     assert (folder.level, "is made at the start" in folder.found) == (Level.NOTE, True)
+
+
+def test_a_full_disk_of_which_the_tier_has_a_part_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(100 * GIB, 100 * GIB, 0))
+    (full,) = room_on_disk("disk.capacity_bytes", tmp_path, GIB, 0, "disk.reserve_bytes")
+    assert (full.key, full.defeats) == ("disk.capacity_bytes", True)
+    assert full.text.endswith("has 0 B free: nothing will be stored. Free it, or use a larger one")
+    (kept,) = room_on_disk("disk.capacity_bytes", tmp_path, GIB, 4096, "disk.reserve_bytes")
+    assert "4 KiB are kept free for others" in kept.text
+    assert kept.text.endswith("Lower disk.reserve_bytes, or use a larger file system")
+    (tmp_path / "00000001.segment").write_bytes(bytes(1 << 20))
+    assert list(room_on_disk("disk.capacity_bytes", tmp_path, GIB, 4096, "disk.reserve_bytes")) == []
 
 
 @pytest.mark.parametrize(("wanted", "level"), [("auto", Level.NOTE), ("on", Level.PROBLEM)])

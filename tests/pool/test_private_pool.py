@@ -140,7 +140,7 @@ def test_the_group_of_sockets_can_be_chosen(tmp_path: Path) -> None:
         for path in paths:
             assert (path.stat().st_gid, path.stat().st_mode & 0o777) == (group, 0o660)
     with (
-        pytest.raises(ConfigError, match="socket_group 'no-such-group': there is no such group"),
+        pytest.raises(ConfigError, match=r"socket_group: 'no-such-group': there is no such group; make it"),
         running_pool(socket_group="no-such-group", **sockets),
     ):
         pass

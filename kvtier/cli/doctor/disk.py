@@ -10,14 +10,13 @@ from pathlib import Path
 from kvtier.cli.doctor.folder_owner import owner_of
 from kvtier.cli.doctor.lines import Level, Line
 from kvtier.clock import MONOTONIC
-from kvtier.config.findings import size_words
+from kvtier.config.findings import nearest_existing, obtainable_bytes, size_words
 from kvtier.errors import ConfigError
 from kvtier.memory.pages import map_memory
 from kvtier.tiers.disk.medium.files import PROBE, OsFiles, supports_direct
 from kvtier.tiers.disk.medium.folder import MARKER, require_format, require_no_strangers
 
 _PROBE_BYTES = 16 << 20
-_STAT_BLOCK_BYTES = 512
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -42,7 +41,7 @@ def folder_lines(settings: FolderSettings, file: Path | None) -> Iterable[Line]:
     """
     folder = settings.folder
     try:
-        there = next(place for place in (folder, *folder.parents) if place.exists())
+        there = nearest_existing(folder)
     except PermissionError:
         found = f"user {os.geteuid()} may not enter the folders above {folder}"
         remedy = "run as the user of the folder, or let this one enter: chmod o+x"
@@ -70,12 +69,8 @@ def folder_lines(settings: FolderSettings, file: Path | None) -> Iterable[Line]:
 
 def _room(settings: FolderSettings, there: Path) -> Iterable[Line]:
     """Says so where the drive would be large enough, and others have filled it."""
-    usage, own = shutil.disk_usage(there), 0
-    if there == settings.folder:
-        with suppress(OSError):
-            own = sum(os.stat(entry).st_blocks * _STAT_BLOCK_BYTES for entry in os.scandir(there) if entry.is_file())
-    can_have = usage.free + own - settings.reserve_bytes
-    if usage.free <= settings.reserve_bytes or settings.capacity_bytes > usage.total - settings.reserve_bytes:
+    can_have = obtainable_bytes(settings.folder, settings.reserve_bytes)
+    if can_have <= 0 or settings.capacity_bytes > shutil.disk_usage(there).total - settings.reserve_bytes:
         return  # `kvtier config check` says it
     if can_have < settings.capacity_bytes:
         found = (

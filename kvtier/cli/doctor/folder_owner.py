@@ -35,7 +35,7 @@ def owner_of(folder: Path, file: Path | None) -> Owner | None:
     pid = _holder(marker)
     if pid is None:
         return None
-    return Owner(pid, _named(_words(pid)), file is not None and _is_named(file, pid))
+    return Owner(pid, _named(_words(pid)), file is not None and was_started_with(file, pid))
 
 
 def _holder(marker: Path) -> int | None:
@@ -79,7 +79,7 @@ def _named(words: list[str]) -> str:
     return program + config
 
 
-def _is_named(file: Path, pid: int) -> bool:
+def was_started_with(file: Path, pid: int) -> bool:
     """Whether the process or one above it was started with this file. Engines' tiers run in a child of theirs."""
     wanted = file.resolve()
     while pid > 0:  # in a container, the service itself is process 1

@@ -62,7 +62,9 @@ class RedisAddress:
         except ValueError as error:
             raise ConfigError(f"the URL of the Redis cannot be read: {error}") from None
         if "@" in parts.netloc:
-            raise ConfigError("the URL of the Redis has credentials in it: pass `username` and `password` apart")
+            raise ConfigError(
+                "the URL of the Redis has credentials in it: set redis_username and redis_password instead"
+            )
         base, _, kind_name = parts.scheme.partition("+")
         if base not in ("redis", "rediss", "unix") or parts.scheme not in _SCHEMES.split(", "):
             raise ConfigError(f"the URL of the Redis begins with {parts.scheme!r}: use one of {_SCHEMES}")

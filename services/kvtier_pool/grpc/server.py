@@ -91,7 +91,9 @@ class PoolServer:
             else:
                 port = self._server.add_secure_port(address, _credentials(tls))
         except OSError as error:
-            raise ConfigError(f"pool_service.grpc_listen: cannot listen on {address}: {error}") from error
+            raise ConfigError(
+                f"pool_service.grpc_listen: cannot listen on {address}: {error}; choose another one (--grpc-listen)"
+            ) from error
         except RuntimeError as error:
             if tls is not None and not _usable(tls):
                 raise ConfigError(f"cannot serve gRPC on {address} with this key: {_KEYS}") from error

@@ -57,7 +57,7 @@ def test_urls(url: str, address: RedisAddress) -> None:
         ("redis+sentinel://a", "lacks the service's name"),
         ("redis+cluster://a/1", "no meaning"),
         ("unix://", "path must have"),
-        ("redis://user:secret@a", "pass `username` and `password` apart"),
+        ("redis://user:secret@a", "set redis_username and redis_password instead"),
     ],
 )
 def test_urls_that_cannot_be(url: str, complaint: str) -> None:
