@@ -41,7 +41,7 @@ def test_idle_connections_take_no_more_descriptors_than_there_are(
         until(lambda: len(list(Path(f"/proc/{engine.process.pid}/fd").iterdir())) < 400)
         engine.process.send_signal(signal.SIGTERM)
         _, err = engine.process.communicate(timeout=PATIENCE_S)
-    assert err.count("256 clients are connected: idle ones are cut, or new ones refused") == 1
+    assert err.count("256 clients of the engine are connected: idle ones are cut, or new ones refused") == 1
     assert len(err.splitlines()) < 30
     assert "Traceback" not in err
 
