@@ -45,7 +45,9 @@ def bounded_protocol(open_files: int) -> type[H11Protocol]:
                 cut = next((each for each in self.by_idleness if each.is_idle), self)
                 del self.by_idleness[cut]
                 cut.transport.abort()
-                self.quiet.warning(f"{most} clients of the engine are connected: idle ones are cut, or new ones refused")
+                self.quiet.warning(
+                    f"{most} clients of the engine are connected: idle ones are cut, or new ones refused"
+                )
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
