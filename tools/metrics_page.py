@@ -43,7 +43,7 @@ OPEN = {
     "tier": "names of tiers",
     "error": "`BreakerOpen`, `UnavailableError`, `UnauthenticatedError`, `TierProcess`, `ENOSPC`, `EIO`, `ETIMEDOUT`, "
     "other names of errors",
-    "tenant": "configured names, for operators only",
+    "tenant": "configured names; of a pool for operators only, of a gateway as its `metrics_access` says",
     "condition": "names of conditions ([policies.md](policies.md))",
     "limit": "`max_connections`, `num_threads`, `max_calls_in_flight`, `max_event_streams`, `max_requests_per_s`, "
     "`max_bytes_per_s`",
@@ -55,7 +55,7 @@ OPEN = {
     "status": "`pinned`, `miss`, `full`, `not_offered`; of a gateway, HTTP's",
     "namespace": "32 hex digits",
     "tokens_per_block": "a number",
-    "key": "names of `[api_keys]`",
+    "key": "names of `[api_keys]`, as `metrics_access` says",
     "engine": "URLs",
     "outcome": f"`{'`, `'.join(OUTCOMES)}`",
     "reason": "words of the strategy",

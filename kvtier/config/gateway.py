@@ -86,7 +86,11 @@ class GatewayConfig(Section):
     """`host:port` of the OpenAI API for clients; port 0 takes a free one."""
     status_listen: HttpAddress = "127.0.0.1:8081"
     """`host:port` of /metrics, /healthz and /engines, which ask nobody who he is, for Prometheus, probes and operators.
-    Keep it where clients do not reach it: it shows names of keys, tenants and engines."""
+    Keep it where clients do not reach it: it shows names of engines, of their tenants and models, and how busy they
+    are."""
+    metrics_access: Literal["totals", "tenants"] = "totals"
+    """What /metrics shows where other machines reach `status_listen`: `totals` of all tenants and API keys together;
+    `tenants`: the figures of each, by name, to anybody who reaches it. On a loopback address it shows these always."""
     engines: list[Annotated[GatewayEngineConfig, BeforeValidator(_as_table)]] = Field(default=[])
     """The engines, each by its URL, or as a table of `url` and more. Read again when the file changes, and on SIGHUP:
     those that are gone get no new requests, and finish what they have."""

@@ -5,6 +5,7 @@ from functools import partial
 
 from kvtier.config import Config
 from kvtier.config.accepted import accepted_api_keys
+from kvtier.config.gateway import GatewayConfig
 from kvtier.config.places import require_addresses_apart
 from kvtier.config.tls_files import gateway_tls, pool_tls
 from kvtier.errors import ConfigError
@@ -58,6 +59,12 @@ def require_protected(config: Config) -> None:
         "travel in the clear. Set tls_certificate and tls_key, listen on 127.0.0.1, or set gateway.insecure = true "
         "behind something that ends TLS, or where you trust the network"
     )
+
+
+def shows_tenants(table: GatewayConfig) -> bool:
+    """Whether whoever reaches `status_listen` may see series of single tenants and API keys."""
+    host = table.status_listen.rpartition(":")[0].strip("[]")
+    return table.metrics_access == "tenants" or is_loopback(host)
 
 
 def require_usable(config: Config) -> None:

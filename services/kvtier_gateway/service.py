@@ -34,7 +34,7 @@ from kvtier_gateway.keying.tenants import TenantHashers
 from kvtier_gateway.keying.tokenising import PromptTokens
 from kvtier_gateway.keys import ApiKeys
 from kvtier_gateway.metrics import GatewayMetrics
-from kvtier_gateway.protection import require_usable, start_attempts
+from kvtier_gateway.protection import require_usable, shows_tenants, start_attempts
 from kvtier_gateway.routing.registry import make_strategy
 from kvtier_gateway.status import Status
 
@@ -109,7 +109,7 @@ class GatewayService:
             EventCounts(registry, listening_to.counts)
             self._stack.push_async_callback(_cancelled, asyncio.create_task(listening_to.run()))
         self._api = Api(table, self._keys, self._fleet, prompts, dispatching, forwarding, stalls, metrics)
-        status = Status(registry, self._fleet, self._api.health)
+        status = Status(registry, self._fleet, self._api.health, shows_tenants=shows_tenants(table))
         await self._serve(status_listening, status.answer, _STATUS_CONNECTIONS, None)
         files = gateway_tls(config)
         context = None if files is None else renewing_context(files)

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 from pydantic_core import to_json
 
+from kvtier.system.metric_totals import Totals
 from kvtier_gateway.engines.fleet import Fleet
 from kvtier_gateway.engines.gauges import described
 
@@ -13,14 +15,18 @@ from kvtier_gateway.engines.gauges import described
 class Status:
     """Answers `/metrics`, `/healthz` and `/engines`. Event loop only."""
 
-    def __init__(self, registry: CollectorRegistry, fleet: Fleet, health: Callable[[], web.Response]) -> None:
-        self._registry, self._fleet, self._health = registry, fleet, health
+    def __init__(
+        self, registry: Collector, fleet: Fleet, health: Callable[[], web.Response], *, shows_tenants: bool
+    ) -> None:
+        """:param shows_tenants: whether `/metrics` has series of single tenants and API keys, and not only totals."""
+        self._metrics = registry if shows_tenants else Totals(registry, ("tenant", "key"))
+        self._fleet, self._health = fleet, health
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers one request; HEAD as GET, without the text."""
         path = request.raw_path.partition("?")[0] if request.method in {"GET", "HEAD"} else None
         if path == "/metrics":
-            return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+            return web.Response(body=generate_latest(self._metrics), headers={"Content-Type": CONTENT_TYPE_LATEST})
         if path == "/healthz":
             return self._health()
         if path == "/engines":

@@ -1,16 +1,14 @@
 """`/metrics` of the HTTP port: who may see which series, and how often they are made."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.config.credentials import Role
+from kvtier.system.metric_totals import Totals
 from kvtier_pool.auth import LoginRefusedError, bearer_token
 from kvtier_pool.logins import Logins
 
@@ -41,7 +39,7 @@ class HttpMetrics:
         self._access = access
         self._in_clear = in_clear
         self._of_all = Page(lambda: generate_latest(registry))
-        self._totals = Page(lambda: generate_latest(_Totals(registry)))
+        self._totals = Page(lambda: generate_latest(Totals(registry, {_TENANT})))
 
     def answer(self, authorization: str | None, peer: str) -> tuple[int, str, bytes]:
         """Status, content type and text. Blocks for a moment where it refuses, and while many ask."""
@@ -103,28 +101,3 @@ class Page:
                 ended_s = self._clock()
                 self._next_s = ended_s + _PAUSE * (ended_s - began_s)
                 self._changed.notify_all()
-
-
-class _Totals(Collector):
-    """A registry as those see it who may not know of single tenants: their series are added up."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        """`prometheus_client`'s."""
-        for metric in self._registry.collect():
-            if any(_TENANT in sample.labels for sample in metric.samples):
-                metric.samples = _added_up(metric.samples)
-            yield metric
-
-
-def _added_up(samples: list[Sample]) -> list[Sample]:
-    """The samples without the label of tenants."""
-    totals: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-    for sample in samples:
-        if sample.name.endswith("_created"):  # a time, of which there is no sum
-            continue
-        key = (sample.name, tuple((name, value) for name, value in sample.labels.items() if name != _TENANT))
-        totals[key] = totals.get(key, 0.0) + sample.value
-    return [Sample(name, dict(labels), value) for (name, labels), value in totals.items()]

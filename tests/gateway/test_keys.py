@@ -1,17 +1,25 @@
 """API keys: whom they let in, how often, and how many at a time."""
 
+import asyncio
 import hashlib
 import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+from prometheus_client import CollectorRegistry
 
 from kvtier.config import parse_config
+from kvtier.config.gateway import GatewayConfig
 from kvtier_gateway.http.api_errors import ApiError
 from kvtier_gateway.keys import ApiKeys, Client
+from kvtier_gateway.metrics import GatewayMetrics
+from kvtier_gateway.protection import shows_tenants
+from kvtier_gateway.status import Status
 
 
 def config(**tables: Any) -> Any:
@@ -121,3 +129,27 @@ def test_each_answer_counts_as_a_request() -> None:
         other(2)
         assert "8 requests at a time" in str(too_many(client))
     assert client.num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("listen", "access", "shown"),
+    [("127.0.0.1:0", "totals", True), ("[::1]:0", "totals", True), ("0.0.0.0:0", "totals", False),
+     ("gateway.example:0", "totals", False), ("0.0.0.0:0", "tenants", True)],
+)  # fmt: skip
+def test_figures_of_tenants_and_keys_are_not_for_whoever_reaches_the_status_port(
+    listen: str, access: Literal["totals", "tenants"], shown: bool
+) -> None:
+    metrics = GatewayMetrics(CollectorRegistry())
+    metrics.requests.labels("red", "200").inc(2)
+    metrics.requests.labels("blue", "200").inc(3)
+    metrics.refusals.labels("alice", "429").inc()
+    is_shown = shows_tenants(GatewayConfig(status_listen=listen, metrics_access=access))
+    fleet: Any = None
+    status = Status(metrics.registry, fleet, web.Response, shows_tenants=is_shown)
+    answer: Any = asyncio.run(status.answer(make_mocked_request("GET", "/metrics")))
+    page = answer.body.decode()
+    assert ('tenant="red"' in page, 'key="alice"' in page, 'requests_total{status="200"} 5.0' in page) == (
+        shown,
+        shown,
+        not shown,
+    )
