@@ -80,7 +80,7 @@ def test_a_whole_set_up_and_a_wrong_token(tmp_path: Path) -> None:
         other = tmp_path / "other.toml"
         other.write_text(file.read_text().replace("'disk'", "'other'"))
         found = diagnosed(other)
-        found.tells("a pool answers at http://", "no pool of this machine was started with this file", level="warning")
+        found.tells("a pool answers at http://", "no pool of this machine was started with this file")
         socket_path.rename(tmp_path / "moved.sock")
         (tmp_path / "disk").rename(tmp_path / "moved")
         found = diagnosed(file)
