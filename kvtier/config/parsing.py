@@ -3,6 +3,7 @@
 import difflib
 import hashlib
 import os
+import select
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -22,6 +23,10 @@ from kvtier.config.tenant import TenantConfig
 from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.identity.keys import tenant_id
 
+_BYTE_ORDER_MARK = "\ufeff"
+"""Put before the text by editors of Windows."""
+_PIPE_S = 3.0
+"""How long a pipe may take until somebody writes into it."""
 _NAMED_TABLES: Mapping[str, type[BaseModel]] = {
     "tenants": TenantConfig,
     "operators": RoleConfig,
@@ -34,7 +39,7 @@ _NAMED_TABLES: Mapping[str, type[BaseModel]] = {
 def load_config(path: Path, environ: Mapping[str, str] | None = None) -> Config:
     """Parses a TOML file. Raises `ConfigError` naming file, key and remedy."""
     try:
-        text = path.read_text()
+        text = _text_of(path).removeprefix(_BYTE_ORDER_MARK)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot read the configuration: {error}") from error
     try:
@@ -56,6 +61,18 @@ def parse_config(
     :param environ: overrides and `env:` secrets; the process's environment when None.
     """
     return _parsed(data, References(source, folder, _environment(environ)))
+
+
+def _text_of(path: Path) -> str:
+    """The text of a file, or of a pipe that somebody writes into, such as a shell's `<(...)`. Raises `OSError`."""
+    if not path.is_fifo():
+        return path.read_text("utf-8")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(descriptor, encoding="utf-8") as pipe:
+        if not select.select([descriptor], [], [], _PIPE_S)[0]:
+            raise TimeoutError(f"it is a pipe, and nobody has written into it in {_PIPE_S:g} s; name a file")
+        os.set_blocking(descriptor, True)
+        return pipe.read()
 
 
 def _environment(environ: Mapping[str, str] | None) -> dict[str, str]:

@@ -10,8 +10,6 @@ from kvtier.config import Config
 from kvtier.config.pool_service import PoolServiceConfig
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.metrics import Metrics
-from kvtier.policies.admission import Admission
-from kvtier.policies.admission_text import parse_admission
 from kvtier.store.event_hub import EventHub
 from kvtier.store.lower_tiers import LowerTier
 from kvtier.store.write_behind import WriteBehindSettings
@@ -20,6 +18,7 @@ from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.disk.medium.direct_io import DirectIo
 from kvtier.tiers.disk.state.segment_files import SyncPolicy
 from kvtier.tiers.disk.tier import DiskTier
+from kvtier_pool.admissions import tier_admission
 
 if TYPE_CHECKING:
     from kvtier.tiers.redis import RedisSettings, RedisTier
@@ -60,13 +59,13 @@ def open_lower_tiers(config: Config, seals: StorageSeals, hub: EventHub, metrics
             undo.callback(disk.close)
             policy = WritePolicy(table.disk_write_policy)
             keeps = policy is WritePolicy.WRITE_THROUGH
-            admission = _admission("disk_admission", table.disk_admission, int(table.disk_bytes))
+            admission = tier_admission("disk_admission", table.disk_admission, int(table.disk_bytes))
             below.append(LowerTier(disk, _settings(policy, table, keeps_acknowledged=keeps), admission))
         if table.redis_url:  # empty: none, so that an environment can take it away
             redis = _redis_tier(table.redis_url, config, seals, metrics)
             undo.callback(redis.close)
             settings = _settings(WritePolicy(table.redis_write_policy), table, keeps_acknowledged=False)
-            admission = _admission("redis_admission", table.redis_admission, None)
+            admission = tier_admission("redis_admission", table.redis_admission, None)
             below.append(LowerTier(redis, settings, admission, redis.set_caps, redis.purge))
             threading.Thread(target=_ask_ahead, args=(redis,), name="kvtier-redis-ahead", daemon=True).start()
         undo.pop_all()
@@ -116,13 +115,3 @@ def _settings(policy: WritePolicy, table: PoolServiceConfig, *, keeps_acknowledg
         selective_uses=table.selective_uses,
         queue_bytes=int(table.memory_bytes * _WRITE_DOWN_SHARE),
     )
-
-
-def _admission(field: str, text: str | None, capacity_bytes: int | None) -> Admission | None:
-    """What the field says of a tier. Raises `ConfigError` for what a tier without `capacity_bytes` cannot have."""
-    if text is None:
-        return None
-    try:
-        return parse_admission(text, capacity_bytes)
-    except ConfigError as error:
-        raise ConfigError(f"pool_service.{field}: {error}") from error

@@ -78,7 +78,7 @@ def _answered(url: str, status: int, said: str, *, is_other: bool) -> Line:
     if not is_other:
         return Line(Level.OK if said == "ok" else Level.WARNING, _KEY, found)
     return Line(
-        Level.WARNING,
+        Level.PROBLEM,
         _KEY,
         f"{found}; but no pool of this machine was started with this file",
         "a pool does not start with it while another one has its addresses",

@@ -128,6 +128,11 @@ def test_a_commented_line_of_a_file_to_begin_with_can_be_taken_in(tmp_path: Path
         (f"{POOL}listen = ['[::1]:9999', '[::1]:9999']", "error", ["pool_service.listen", "is there twice"]),
         (f"{POOL}redis_url = 'http://x'", "error", ["pool_service.redis_url", "begins with 'http'"]),
         (
+            f"{POOL}redis_url = 'redis://x'\nredis_admission = 'tenant-share:0.5'",
+            "error",
+            ["pool_service.redis_admission", "leave it out"],
+        ),
+        (
             f"{POOL}redis_url = 'redis://:pw@x'",
             "error",
             ["pool_service.redis_url", "redis_username and redis_password"],

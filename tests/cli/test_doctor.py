@@ -16,6 +16,7 @@ from certificates import Authority
 from configured_pool import running
 from doctor_rig import PASSWORD, TOKEN, diagnosed, diagnosed_as, engine_file, pool_file, run
 from free_port import free_port
+from gateway_rig import PlayedEngine, gateway_file
 from kvtier.cli.doctor.lines import Level, Line, Look
 from kvtier.cli.doctor.running import run_looks
 from kvtier.clock import MONOTONIC
@@ -79,7 +80,7 @@ def test_a_whole_set_up_and_a_wrong_token(tmp_path: Path) -> None:
         other = tmp_path / "other.toml"
         other.write_text(file.read_text().replace("'disk'", "'other'"))
         found = diagnosed(other)
-        found.tells("a pool answers at http://", "no pool of this machine was started with this file", level="warning")
+        found.tells("a pool answers at http://", "no pool of this machine was started with this file")
         socket_path.rename(tmp_path / "moved.sock")
         (tmp_path / "disk").rename(tmp_path / "moved")
         found = diagnosed(file)
@@ -246,6 +247,27 @@ def test_another_model_than_the_others(tmp_path: Path) -> None:
         found.tells("the pool has 4 blocks", "none of them in 640 tokens", "another namespace", level="warning")
         file = engine_file(tmp_path, pool.block, f"[engine]\nlisten = '{writer}'")
         assert not any("namespace" in text for text in diagnosed(file).of("warning")), "they are its own"
+
+
+def test_a_gateways_engines_pool_and_tokenizer(tmp_path: Path) -> None:
+    dead, secrets = free_port(), {"RED_SECRET": "r" * 20, "BLUE_SECRET": "b" * 20, "BLUE_TOKEN": TOKEN}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with PlayedEngine() as engine, running(pool_file(tmp_path)) as pool:
+        pool_table = f"[pool]\naddress = '{pool.block}'\n"
+        file = gateway_file(
+            tmp_path / "gateway.toml", [f'"{engine.url}"', f'"http://127.0.0.1:{dead}"'], top=pool_table
+        )
+        found = diagnosed(file, RED_TOKEN=TOKEN, **secrets)
+        found.tells("gateway.engines", "1 of 2 answer", level="ok")
+        found.tells(f"gateway.engines http://127.0.0.1:{dead}", "Connection refused", "start it", level="warning")
+        found.tells("the pool answers tenant 'red'", level="ok")
+        found.tells("pool.address", "refuses the token of tenant 'blue'")
+        engine.page = "vllm:num_requests_running 0.0\n"
+        file = gateway_file(tmp_path / "gateway.toml", [f'"{engine.url}"'], "tokenizer = 'model'")
+        found = diagnosed(file, RED_TOKEN=TOKEN, **secrets)
+        found.tells("gateway.engines", "does not show that it runs kvtier", "cache_salt")
+        found.tells("gateway.tokenizer", "tokenizer.json cannot be read")
 
 
 def test_two_pools_on_one_folder(tmp_path: Path) -> None:

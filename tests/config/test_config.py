@@ -1,10 +1,12 @@
 """Configuration: what is accepted, and that every error names file, key and remedy."""
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from kvtier.config import Config, load_config, parse_config, token_sha256
+from kvtier.config import Config, load_config, parse_config, parsing, token_sha256
 from kvtier.config.accepted import accepted_tokens
 from kvtier.config.credentials import AcceptedToken, Role
 from kvtier.errors import ConfigError
@@ -159,3 +161,17 @@ def test_paths_are_relative_to_the_file_unless_they_begin_at_home(
     path = parse_config({}, source="x", folder=tmp_path, environ={}).references.path
     assert path(Path("a/b")) == tmp_path / "a/b"
     assert path(Path("~/.cache/kvtier/models")) == tmp_path / "home/.cache/kvtier/models"
+
+
+def test_a_file_with_a_byte_order_mark_and_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marked, pipe = tmp_path / "marked.toml", tmp_path / "pipe"
+    marked.write_bytes(b"\xef\xbb\xbf[host]\ncapacity_bytes = 4096\n")
+    assert load_config(marked, {}).host_bytes() == 4096
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(marked.read_bytes(),))
+    writer.start()
+    assert load_config(pipe, {}).host_bytes() == 4096
+    writer.join()
+    monkeypatch.setattr(parsing, "_PIPE_S", 0.05)
+    with pytest.raises(ConfigError, match=r"it is a pipe, and nobody has written into it in 0.05 s; name a file"):
+        load_config(pipe, {})

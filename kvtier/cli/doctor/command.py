@@ -33,15 +33,15 @@ _LEVELS = {Severity.ERROR: Level.PROBLEM, Severity.WARNING: Level.WARNING, Sever
 
 def doctor(
     config: Annotated[
-        Path | None, typer.Option(help="TOML file of an engine or of a pool. Without: the environment alone.")
+        Path | None, typer.Option(help="TOML file of an engine, a pool or a gateway. Without: the environment alone.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with problems too.")] = False,
 ) -> None:
-    """Why does it not work? Looks at machine, file, disk, pool and Redis, and says what to do.
+    """Why does it not work? Looks at machine, file, disk, pool, Redis and engines, and says what to do.
 
-    Give it the file that the engine or the pool has, the same environment, and the same user and host (or container):
-    it tries what that process would do. Each line is ok, a note, a warning or a problem, with its effect and what to
-    do about it. It changes nothing but for a probe file in the disk folder, which it removes, prints no secrets, and
+    Give it the file that the process has, the same environment, and the same user and host (or container): it tries
+    what that process would do. Each line is ok, a note, a warning or a problem, with its effect and what to do
+    about it. It changes nothing but for a probe file in the disk folder, which it removes, prints no secrets, and
     ends within 30 seconds. Exit code 0 without problems, 1 with one.
 
     Example, for an engine: kvtier doctor --config kvtier.toml
