@@ -19,7 +19,6 @@ from kvtier.config.gateway import DNS_PREFIX, GatewayEngineConfig
 from kvtier.config.tls_files import pool_tls
 from kvtier.net.certificates import TlsFiles, client_context
 from kvtier.net.tls import client_tls
-from kvtier.text.prompts import PromptTokenizer
 from kvtier_gateway.engines.page import takes_tenants
 
 _HTTP_S, _POOL_S = 3.0, 15.0
@@ -110,6 +109,9 @@ def _pool(config: Config) -> Iterable[Line]:
 
 
 def _tokenizer(config: Config) -> Iterable[Line]:
+    # Imported here: the doctor asks for the looks of a gateway in the pool's image, too, which has no tokenizers.
+    from kvtier.text.prompts import PromptTokenizer
+
     assert config.gateway.tokenizer is not None
     folder = config.references.path(config.gateway.tokenizer)
     if (folder / "tokenizer.json").is_file():  # `kvtier config check` says it otherwise

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,13 @@ WITHOUT_TORCH = """
 import importlib, sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"torch", "triton", "safetensors", "tokenizers", "gguf", "transformers"}:
+        if name.split(".")[0] in {*"torch triton safetensors tokenizers gguf transformers aiohttp zmq jinja2".split()}:
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Refuse())
 """
+
+ASKED_EVERYWHERE = ("kvtier.doctor_looks", "kvtier.config_checks")
+"""Groups of entry points whose modules `kvtier doctor` and `kvtier config check` import, whatever the file is for."""
 
 
 @pytest.mark.parametrize(
@@ -64,6 +68,7 @@ sys.meta_path.insert(0, Refuse())
     [
         "kvtier.cli.main kvtier.build.engine_cache kvtier.config kvtier.testing kvtier_pool.cli kvtier_pool.service",
         "kvtier_engine.cli kvtier_engine.demo.cli kvtier.offload kvtier.device.kv",
+        " ".join(each.module for group in ASKED_EVERYWHERE for each in entry_points(group=group)),
     ],
 )
 def test_importable_without_torch(modules: str) -> None:
