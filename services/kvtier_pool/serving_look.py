@@ -22,7 +22,7 @@ _KEY = "pool_service.listen"
 def serving_lines(config: Config, file: Path | None) -> Iterable[Line]:
     """Asks every address of the file. Blocks for some seconds.
 
-    :param file: of the configuration.
+    :param file: is where the configuration was read; None: nobody knows.
     """
     table = config.pool_service
     named = [text for text in (*table.listen, *table.grpc_listen) if not text.endswith(":0")]

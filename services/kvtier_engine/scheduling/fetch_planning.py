@@ -42,7 +42,7 @@ class FetchPlanning:
     ) -> None:
         """
         :param hierarchy: stays the caller's.
-        :param windowed: of the same device blocks.
+        :param windowed: finds blocks of windowed groups among the same device blocks.
         :param tokens: counts what requests ask the hierarchy for; None: nobody looks.
         """
         self._hierarchy, self._pending, self._clock = hierarchy, pending or PendingPolicy(), clock

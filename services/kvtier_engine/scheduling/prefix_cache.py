@@ -53,7 +53,7 @@ class PrefixCache:
         events: KVEvents | None = None,
     ) -> None:
         """
-        :param windowed: of the same block pool.
+        :param windowed: works on the same block pool.
         :param hierarchy: the tiers below; None keeps blocks on the device only. Stays the caller's.
         :param cleaner: of the same block pool and hierarchy; None copies blocks only when they become full.
         :param layerwise_loads: whether a request may run while its prefix is still being copied, layer after layer: the

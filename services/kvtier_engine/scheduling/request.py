@@ -38,7 +38,7 @@ class Lookup:
     ticket: int | None
     """None when there is nothing to wait for."""
     statuses: list[BlockStatus] = field(default_factory=list)
-    """Of the full group: a status for each block."""
+    """The status of each block of the full group."""
     windows: "Lookup | None" = None
     """What was asked of the windowed groups afterwards: a status for each of them of each block, block by block."""
     found: list[str] = field(default_factory=list)

@@ -14,7 +14,7 @@ class RequestBlocks:
     def __init__(
         self, block_pool: BlockPool, windowed: WindowedBlocks, tokens_per_block: int, copy_tokens: CopyTokens
     ) -> None:
-        """:param windowed: of the same block pool."""
+        """:param windowed: works on the same block pool."""
         self._block_pool, self._windowed = block_pool, windowed
         self._tokens_per_block, self._copy_tokens = tokens_per_block, copy_tokens
         self._copy_on_write = CopyOnWrite(block_pool, tokens_per_block, copy_tokens)
