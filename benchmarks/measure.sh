@@ -10,7 +10,7 @@ measure() {
   local name=$1
   shift
   echo "== $name" >&2
-  .venv/bin/kvtier bench "$@" --json "$into/$name.json" --plot "$into/$name.svg" | tee "$into/$name.txt"
+  .venv/bin/kvtier bench "$@" --json --plot "$into/$name.svg" > "$into/$name.json" 2> >(tee "$into/$name.txt" >&2)
 }
 
 export COLUMNS=120

@@ -7,6 +7,7 @@ kvtier.bench      name -> function: one case of `kvtier bench`
 import errno
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated, Any, NoReturn
 
@@ -45,6 +46,16 @@ def _print_version(ctx: typer.Context, value: bool) -> None:
     if value and not ctx.resilient_parsing:
         print(f"kvtier {version('kvtier')}")
         ctx.exit()
+
+
+class _Cases(LazyGroup):
+    """The cases of `kvtier bench`, whose failures are told in JSON to who asks for JSON."""
+
+    def called(self, command: Callable[..., None]) -> Callable[..., None]:
+        # Not before a case is called: a list of commands needs no configuration.
+        from kvtier.cli.options import telling_in_json
+
+        return telling_in_json(command)
 
 
 def make_app() -> TyperGroup:
@@ -109,12 +120,12 @@ def _page(command: str) -> str:
 
 
 def _example_of_case(case: str) -> str:
-    return f"Example: kvtier bench {case} --json -. More in {_BENCH_PAGE}."
+    return f"Example: kvtier bench {case} --json. More in {_BENCH_PAGE}."
 
 
 def _bench() -> TyperCommand | TyperGroup:
     if has_entries(BENCH_CASES):
-        return LazyGroup("bench", BENCH_CASES, help=_BENCH_HELP, last_words=_example_of_case)
+        return _Cases("bench", BENCH_CASES, help=_BENCH_HELP, last_words=_example_of_case)
     line = f"{_BENCH_HELP} Not installed: pip install ./benchmarks"
     return TyperCommand(
         name="bench",

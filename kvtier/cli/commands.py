@@ -14,6 +14,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+_Command = Callable[..., None]
+
 
 class LazyGroup(TyperGroup):
     """A group of commands by entry points, and of others beside them."""
@@ -45,6 +47,10 @@ class LazyGroup(TyperGroup):
             context_settings={"help_option_names": ["-h", "--help"]},  # of the commands below, too
         )
 
+    def called(self, command: _Command) -> _Command:
+        """What is called for the function of an entry point."""
+        return command
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Finds the command and the arguments that are left, and imports the module of the command.
 
@@ -54,7 +60,7 @@ class LazyGroup(TyperGroup):
         entry = self._entries.get(name or "")
         if entry is None or name is None:
             return name, command, rest
-        loaded = _loaded(entry)
+        loaded = _loaded(entry, self.called)
         _complete_help(loaded, self._last_words(name))
         return name, loaded, rest
 
@@ -70,14 +76,14 @@ def _listed(entry: EntryPoint) -> TyperCommand:
     return TyperCommand(name=entry.name, help=line, short_help=line, rich_markup_mode=None)
 
 
-def _loaded(entry: EntryPoint) -> TyperCommand | TyperGroup:
+def _loaded(entry: EntryPoint, called: Callable[[_Command], _Command]) -> TyperCommand | TyperGroup:
     target = entry.load()
     around = typer.Typer(rich_markup_mode=None)
     around.callback()(lambda: None)  # makes it a group, whatever is in it
     if isinstance(target, typer.Typer):
         around.add_typer(target, name=entry.name)
     else:
-        around.command(entry.name)(target)
+        around.command(entry.name)(called(target))
     group: Any = typer.main.get_command(around)
     command: TyperCommand | TyperGroup = group.commands[entry.name]
     return command

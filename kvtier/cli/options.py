@@ -15,7 +15,6 @@ from kvtier.errors import ConfigError, KvtierError
 from kvtier.system.logs import Format, Level
 
 _P = ParamSpec("_P")
-STANDARD_OUTPUT = Path("-")
 
 
 def command_group(*, help: str) -> typer.Typer:
@@ -76,17 +75,13 @@ def writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
     return path
 
 
-def _json(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    return path if path == STANDARD_OUTPUT else writable(option, path)
-
-
 def _drawable(option: typer.CallbackParam, path: Path | None) -> Path | None:
     if path is not None:
         require_drawable(path)
     return writable(option, path)
 
 
-Json = Annotated[Path | None, typer.Option(help="Write JSON to this file; - for standard output.", callback=_json)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, on failure too.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the figures to this .svg or .png file.", callback=_drawable)]
 
 

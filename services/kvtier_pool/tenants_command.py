@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.cli.options import command_group, print_json, telling_in_json
+from kvtier.cli.options import Json, command_group, print_json, telling_in_json
 from kvtier.errors import ConfigError, InvalidInputError, KvtierError, UnavailableError
 from kvtier.identity.keys import tenant_id
 from kvtier_pool.credential_file import CredentialFile
@@ -31,7 +31,7 @@ _Name = Annotated[str, typer.Argument(help="The tenant.")]
 @telling_in_json
 def list_(
     pid: _Pid = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, on failure too.")] = False,
+    json: Json = False,
 ) -> None:
     """What each tenant has of a running pool on this host, and how often it hits.
 

@@ -1,5 +1,6 @@
 """Benchmarks run and report; what they measure is not tested."""
 
+import io
 import json
 import os
 import signal
@@ -44,7 +45,7 @@ SMALL = ["--payload-bytes", "4096", "--batch", "4"]
 
 
 def run(*arguments: str) -> Any:
-    command = [sys.executable, "-m", "kvtier.cli.main", "bench", *arguments, "--json", "-"]
+    command = [sys.executable, "-m", "kvtier.cli.main", "bench", *arguments, "--json"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert answer.returncode == 0, answer.stderr
     report = json.loads(answer.stdout)
@@ -257,9 +258,8 @@ def test_a_picture_is_refused_before_anything_is_measured(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "command",
     [
-        *(["-m", "kvtier.cli.main", "bench", name, "--json"] for name in ("paths", "fetch", "ttft")),
-        ["-m", "kvtier.cli.main", "bench", "ttft", "--plot"],
-        ["-m", "kvtier.cli.main", "demo", "--json"],
+        *(["-m", "kvtier.cli.main", "bench", name, "--plot"] for name in ("paths", "tiers", "ttft")),
+        ["-m", "kvtier.cli.main", "demo", "--plot"],
         [str(Path(__file__).parents[1] / "soak" / "soak.py"), "--json"],
     ],
     ids=" ".join,
@@ -280,7 +280,7 @@ def test_asking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) ->
     there.write_text("earlier figures")
     dangling.symlink_to("target")
     for path in (there, dangling, tmp_path / "new", Path(os.devnull)):
-        require_writable("--json", path)
+        require_writable("--plot", path)
     assert there.read_text() == "earlier figures"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "there"]
 
@@ -288,15 +288,19 @@ def test_asking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) ->
 def test_no_file_to_write(tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to("circle")
     for name in ("", "circle", "n" * 300, "circle/x", "nul\0"):
-        with pytest.raises(ConfigError, match=r"--json .*: cannot be written: "):
-            require_writable("--json", tmp_path / name)
+        with pytest.raises(ConfigError, match=r"--plot .*: cannot be written: "):
+            require_writable("--plot", tmp_path / name)
 
 
-def test_figures_are_printed_before_they_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A disk that is full by then does not lose them."""
-    with pytest.raises(OSError):
-        report("Title", [Case("ours", "read", gb_per_s=1.25)], as_json=tmp_path)
-    assert "1.25" in capsys.readouterr().out
+def test_figures_are_told_before_json_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk that standard output is redirected to does not lose them."""
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
+        with pytest.raises(OSError):
+            report("Title", [Case("ours", "read", gb_per_s=1.25)], as_json=True)
+    assert "1.25" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -335,9 +339,9 @@ def pids_of(folder: str, socket_name: str) -> list[int]:
     return found
 
 
-def test_sealing_is_measured_beside_plain_blocks(tmp_path: Path) -> None:
-    bench_sealing(tmp_path / "report.json", None, 4096, 2)
-    cases = json.loads((tmp_path / "report.json").read_text())["cases"]
+def test_sealing_is_measured_beside_plain_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_sealing(json=True, payload_bytes=4096, rounds=2)
+    cases = json.loads(capsys.readouterr().out)["cases"]
     assert {case["op"] for case in cases} == {"read", "write"}
     assert [case["floor"] for case in cases] == [None, "plain"] * (len(cases) // 2)
     assert {case["name"].split(",")[0] for case in cases} >= {"tcp", "stored form"}

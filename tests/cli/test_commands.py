@@ -97,7 +97,7 @@ def test_what_has_no_source_has_no_line(value: str) -> None:
     assert help_line(EntryPoint("name", value, command_line.COMMANDS)) == ""
 
 
-@pytest.mark.parametrize("arguments", [[], ["hash", "--rounds", "3"], ["--json", "-"]])
+@pytest.mark.parametrize("arguments", [[], ["hash", "--rounds", "3"], ["--json"]])
 def test_without_the_benchmarks_bench_says_how_to_get_them(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +110,8 @@ def test_without_the_benchmarks_bench_says_how_to_get_them(
 @pytest.mark.parametrize(
     "arguments",
     ["inspect /nowhere", "fsck /nowhere", "size /nowhere", "config keys nosuch", "config show /nowhere",
-     "config check /nowhere", "tenants list --pid 1", "stats --url 127.0.0.1:1", "doctor --config /nowhere"],
+     "config check /nowhere", "tenants list --pid 1", "stats --url 127.0.0.1:1", "doctor --config /nowhere",
+     "simulate /nowhere", "simulate-fleet /nowhere", "demo --model /nowhere", "bench replay /nowhere"],
 )  # fmt: skip
 def test_failures_are_told_in_json(
     arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

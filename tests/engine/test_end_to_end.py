@@ -146,7 +146,7 @@ def test_a_pool_that_hangs_costs_its_deadline_and_no_request(stage: Stage, pool:
 def test_the_demo(tmp_path: Path) -> None:
     """`kvtier demo`, with less of everything; its speed is a benchmark's business."""
     plot = tmp_path / "demo.svg"
-    command = [sys.executable, "-m", "kvtier.cli.main", "demo", "--quick", "--json", "-", "--plot", str(plot)]
+    command = [sys.executable, "-m", "kvtier.cli.main", "demo", "--quick", "--json", "--plot", str(plot)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
         try:
             out, report = demo.communicate(timeout=280)

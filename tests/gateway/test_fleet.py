@@ -119,7 +119,7 @@ class TestCommand:
 
     def test_json_has_a_row_for_each_case(self, trace: Path) -> None:
         printed = json.loads(
-            self.run(trace, "--engines", "2", "--strategy", "priced,radix", "--load", "0.5,0.9", "--json", "-")
+            self.run(trace, "--engines", "2", "--strategy", "priced,radix", "--load", "0.5,0.9", "--json")
         )
         assert printed["trace"] == "trace.jsonl"
         rows = printed["results"]

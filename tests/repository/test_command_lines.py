@@ -195,5 +195,5 @@ def test_what_is_not_there_is_found() -> None:
         """'{"module_path": "kvtier_sglang", "class_name": "Tea"}'""",
     )  # fmt: skip
     assert [len(problems(line)) for line in (*lines, *more)] == [1] * (len(lines) + len(more))
-    assert not problems("kvtier bench flood --rounds 3 --json -")
+    assert not problems("kvtier bench flood --rounds 3 --json")
     assert not problems("make gpu GPU_ARGS=--second")

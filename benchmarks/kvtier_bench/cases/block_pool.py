@@ -16,7 +16,7 @@ NUM_BATCHES = 5_000
 
 
 def bench_block_pool(
-    json: Json = None,
+    json: Json = False,
     plot: Plot = None,
     rounds: Rounds = NUM_ROUNDS,
 ) -> None:

@@ -52,7 +52,7 @@ def bench_branches(
     beside_vllm: Annotated[
         bool, typer.Option("--vllm", help="And with vLLM, from the environment .venv/vllm.")
     ] = False,
-    json: Json = None,
+    json: Json = False,
 ) -> None:
     """Draw answers to a prompt that nobody has computed, with blocks of 16 tokens.
 

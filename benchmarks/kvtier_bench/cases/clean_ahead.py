@@ -29,7 +29,7 @@ _PATIENCE_S = 60.0
 
 
 def bench_clean_ahead(
-    json: Json = None,
+    json: Json = False,
     payload_bytes: Annotated[int, typer.Option(min=4096, help="Bytes per block.")] = 2 << 20,
     blocks: Annotated[int, typer.Option(min=16, help="Blocks of the device.")] = 512,
     depth: Annotated[int, typer.Option(min=1, help="Blocks kept clean (cache.clean_ahead_blocks).")] = 256,

@@ -24,7 +24,7 @@ ONE = "one client"
 
 
 def bench_clients(
-    json: Json = None,
+    json: Json = False,
     plot: Plot = None,
     payload_bytes: PayloadBytes = 2 << 20,
     batch: Annotated[int, typer.Option(min=1, help="Blocks per call.")] = NUM_SLOTS,

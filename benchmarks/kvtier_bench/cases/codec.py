@@ -31,7 +31,7 @@ _HEAD_DIM = 64
 
 
 def bench_codec(
-    json: Json = None,
+    json: Json = False,
     plot: Plot = None,
     rounds: Rounds = NUM_ROUNDS,
     payload_bytes: Annotated[int, typer.Option(min=4096, help="Bytes per block of the stand-in.")] = 1 << 20,

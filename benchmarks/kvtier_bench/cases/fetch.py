@@ -36,7 +36,7 @@ _PATIENCE_S = 60.0
 
 
 def bench_fetch(
-    json: Json = None,
+    json: Json = False,
     payload_bytes: Annotated[int, typer.Option(min=4096, help="Bytes per block.")] = 2 << 20,
     batch: Annotated[int, typer.Option(min=1, help="Blocks per transfer (cache.batch_blocks).")] = 32,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks per fetch.")] = 256,

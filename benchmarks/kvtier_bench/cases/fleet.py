@@ -52,7 +52,7 @@ class _Way:
 
 
 def bench_fleet(
-    json: Json = None,
+    json: Json = False,
     plot: Plot = None,
     rounds: Annotated[int, typer.Option(min=1, help="Of each strategy, in turn.")] = 2,
     load: Annotated[

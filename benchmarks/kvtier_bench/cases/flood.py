@@ -25,7 +25,7 @@ BURNERS = "burners"
 
 
 def bench_flood(
-    json: Json = None,
+    json: Json = False,
     rounds: Annotated[int, typer.Option(min=1, help="Counted pairs of rounds.")] = 7,
     seconds: Annotated[float, typer.Option(min=0.2, help="Of each round.")] = 8.0,
     memory_mib: Annotated[int, typer.Option(min=32, help="The pool's memory.")] = 192,

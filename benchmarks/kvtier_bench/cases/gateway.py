@@ -30,7 +30,7 @@ _BODY = {"model": MODEL, "stream": True, "messages": [{"role": "user", "content"
 
 
 def bench_gateway(
-    json: Json = None,
+    json: Json = False,
     plot: Plot = None,
     rounds: Rounds = NUM_ROUNDS,
     requests: Annotated[int, typer.Option(min=10, help="Streamed requests in a round.")] = 500,

@@ -16,7 +16,7 @@ TOKENS_PER_BLOCK = 16
 
 
 def bench_hash(
-    json: Json = None,
+    json: Json = False,
     plot: Plot = None,
     rounds: Rounds = NUM_ROUNDS,
 ) -> None:

@@ -39,7 +39,7 @@ def bench_invariant(
     answer_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 6,
     only: Annotated[list[str] | None, typer.Option(help="Only conditions with this in their name.")] = None,
     batch_invariant: Annotated[bool, typer.Option(help="Or what differs without it.")] = True,
-    json: Json = None,
+    json: Json = False,
 ) -> None:
     """Compare logits bit for bit: of prompts that nothing is cached of, and of the same prompts in other ways.
 

@@ -35,7 +35,7 @@ def bench_invariant_cost(
     prompt_tokens: Annotated[int, typer.Option(min=128, help="Tokens of a long prompt.")] = 1024,
     answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 32,
     pairs: Annotated[int, typer.Option(min=1, help="Counted pairs of each measurement.")] = _PAIRS,
-    json: Json = None,
+    json: Json = False,
 ) -> None:
     """Time two engines in turn, one with `batch_invariant` and one without.
 

@@ -40,7 +40,7 @@ _ROOM = 16
 
 
 def bench_paths(
-    json: Json = None,
+    json: Json = False,
     plot: Plot = None,
     payload_bytes: PayloadBytes = 2 << 20,
     batch: Annotated[int, typer.Option(min=1, help="Blocks per call; calls of one are measured as well.")] = 64,

@@ -42,7 +42,7 @@ def bench_replay(
     clients: Annotated[int, typer.Option(min=1, help="Client processes; each serves a request in its turn.")] = 4,
     requests: Annotated[int | None, typer.Option(min=1, help="Only the first requests of the trace.")] = None,
     warm_up: Annotated[float, typer.Option(min=0, max=0.99, help="Share of requests that do not count.")] = 0.0,
-    json: Json = None,
+    json: Json = False,
 ) -> None:
     """Hit rates of a real pool, beside those of the simulator for the same policy and as many bytes.
 

@@ -43,7 +43,7 @@ def bench_scheduling(
     beside_vllm: Annotated[
         bool, typer.Option("--vllm", help="And with vLLM, from the environment .venv/vllm.")
     ] = False,
-    json: Json = None,
+    json: Json = False,
 ) -> None:
     """Serve the same requests in turn with engines that differ in their order and in what they reuse.
 

@@ -27,7 +27,7 @@ _KEY = bytes(range(KEY_BYTES))
 
 
 def bench_sealing(
-    json: Json = None, plot: Plot = None, payload_bytes: PayloadBytes = 2 << 20, rounds: Rounds = NUM_ROUNDS
+    json: Json = False, plot: Plot = None, payload_bytes: PayloadBytes = 2 << 20, rounds: Rounds = NUM_ROUNDS
 ) -> None:
     """Read and write 64 blocks in one call, sealed and plain in turn, through shared memory and over TCP, and make and
     read their stored form. The ratio is of sealed to plain blocks per second.

@@ -66,7 +66,7 @@ def bench_stall(
     prompt_tokens: Annotated[int, typer.Option(min=32, help="Of each request, all of them new.")] = 256,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Of each request: so many steps.")] = 64,
     only: Annotated[list[str] | None, typer.Option(help="Only this state; may be repeated.")] = None,
-    json: Json = None,
+    json: Json = False,
 ) -> None:
     """Serve requests with an engine that has no pool, and in turn with one whose pool over TCP fails in some way.
 

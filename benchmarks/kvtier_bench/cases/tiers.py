@@ -42,7 +42,7 @@ _DEPTH = 4
 
 
 def bench_tiers(
-    json: Json = None,
+    json: Json = False,
     plot: Plot = None,
     payload_bytes: PayloadBytes = 2 << 20,
     batch: Annotated[int, typer.Option(min=1, help="Blocks per call.")] = NUM_SLOTS,

@@ -18,7 +18,7 @@ _DEAD = "http://127.0.0.1:1"
 _CONTEXT = f"00-{7:032x}-{9:016x}-01"
 
 
-def bench_tracing(json: Json = None, plot: Plot = None, rounds: Rounds = NUM_ROUNDS) -> None:
+def bench_tracing(json: Json = False, plot: Plot = None, rounds: Rounds = NUM_ROUNDS) -> None:
     """Look up 64 keys in a pool over its Unix socket: untraced, and traced in both processes.
 
     Also the hooks that a load passes where tracing is off, a thousand times. Spans are thrown away in this process, and

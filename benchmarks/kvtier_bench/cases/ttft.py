@@ -29,7 +29,7 @@ def bench_ttft(
     threads: Annotated[int, typer.Option(help="Threads of both; 0 takes one per core.")] = 0,
     io_process: Annotated[bool, typer.Option(help="As cache.io_process.")] = True,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = NUM_ROUNDS,
-    json: Json = None,
+    json: Json = False,
     plot: Plot = None,
 ) -> None:
     """Prefill 3,000 tokens in our engine and in transformers, same weights, dtype and threads, in turn; then the

@@ -44,7 +44,7 @@ def bench_windows(
     windows: Annotated[int, typer.Option(min=1, help="Windows of 512 tokens that a conversation has.")] = 8,
     threads: Annotated[int, typer.Option(help="Threads of a forward pass; 0 takes one per core.")] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = NUM_ROUNDS,
-    json: Json = None,
+    json: Json = False,
 ) -> None:
     """Serve conversations with KV of Gemma 3 1B: a token's in all 26 layers under one key, and in KV groups.
 

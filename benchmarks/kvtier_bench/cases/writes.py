@@ -39,7 +39,7 @@ _POLL_S = 0.002
 
 
 def bench_writes(
-    json: Json = None, plot: Plot = None, payload_bytes: PayloadBytes = 2 << 20, rounds: Rounds = NUM_ROUNDS
+    json: Json = False, plot: Plot = None, payload_bytes: PayloadBytes = 2 << 20, rounds: Rounds = NUM_ROUNDS
 ) -> None:
     """Write 64 blocks to a pool's store, with nothing, a disk, a Redis or both below, until all have them.
 

@@ -128,7 +128,7 @@ def _print(outcomes: Sequence[Outcome], machine: Mapping[str, str | None], *, ti
     notes = [" ".join(f"{name} {value}" for name, value in machine.items())]
     notes += [f"short of its bar: {case.op}: {case.name} ({case.detail})" for case in cases if SHORT in case.detail]
     notes += [escape(f"{of.part}: {of.problem}\n{of.said}".rstrip()) for of in outcomes if of.problem]
-    report("On the GPU" if not tiny else "Tiny: no figure means anything", cases, as_json=None, notes=notes)
+    report("On the GPU" if not tiny else "Tiny: no figure means anything", cases, as_json=False, notes=notes)
 
 
 def _say(line: str) -> None:

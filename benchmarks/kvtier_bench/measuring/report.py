@@ -1,6 +1,5 @@
 """How benchmarks report. No figure without the hardware, the commit and something beside it."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.cli.options import STANDARD_OUTPUT
+from kvtier.cli.options import print_json
 from kvtier.cli.plot import Bar, write_bars
 from kvtier.system.machine import commit, hardware
 from kvtier_bench.measuring.rounds import NUM_ROUNDS, Samples, Spread, interleave, percentile, ratios
@@ -114,12 +113,12 @@ def report(
     title: str,
     cases: Sequence[Case],
     *,
-    as_json: Path | None,
+    as_json: bool,
     plot: Path | None = None,
     notes: Sequence[str] = (),
     columns: Mapping[str, str] | None = None,
 ) -> None:
-    """Prints a table and then, if asked, writes JSON (`-` for standard output: no table) and a picture.
+    """Prints a table or, if asked, JSON, with the table on standard error; then writes a picture, if asked.
 
     :param columns: further ones of the table: headings, and the names of the figures below them.
     """
@@ -129,23 +128,17 @@ def report(
         "cases": [asdict(case) for case in cases],
         "notes": list(notes),
     }
-    text = json.dumps(data, indent=2) + "\n"
-    to_stdout = as_json is not None and as_json == STANDARD_OUTPUT
-    if to_stdout:
-        print(text, end="", flush=True)
-    else:
-        table = _table(title, cases, columns or {}, caption=f"{data['hardware']}\ncommit {data['commit']}")
-        _print(table, cases, notes)
-    # After printing: when the disk is full by now, the figures are not lost.
-    if as_json is not None and not to_stdout:
-        as_json.write_text(text)
+    table = _table(title, cases, columns or {}, caption=f"{data['hardware']}\ncommit {data['commit']}")
+    # The table comes first: when the disk that JSON is redirected to is full by now, the figures are not lost.
+    _print(Console(stderr=as_json), table, cases, notes)
+    if as_json:
+        print_json(data)
     if plot is not None:
         bars = [bar for case in cases if (bar := _bar(case)) is not None]
         write_bars(plot, bars, title=title, caption=f"{data['hardware']}, commit {data['commit']}")
 
 
-def _print(table: Table, cases: Sequence[Case], notes: Sequence[str]) -> None:
-    console = Console()
+def _print(console: Console, table: Table, cases: Sequence[Case], notes: Sequence[str]) -> None:
     console.print(table)
     if any(case.beside for case in cases):
         console.print(_comparisons(cases))

@@ -29,7 +29,7 @@ _ROOM = 4
 
 
 def bench_sglang(
-    json: Json = None,
+    json: Json = False,
     plot: Plot = None,
     rounds: Rounds = NUM_ROUNDS,
     pages: Annotated[int, typer.Option(min=NUM_SLOTS, help="Pages of 2 MiB in a prompt.")] = NUM_SLOTS,

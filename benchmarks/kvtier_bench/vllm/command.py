@@ -22,7 +22,7 @@ _POOL_BYTES = 1 << 30
 
 
 def bench_vllm(
-    json: Json = None,
+    json: Json = False,
     plot: Plot = None,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = _NUM_ROUNDS,
     peers: Annotated[

@@ -12,7 +12,7 @@ import typer
 from kvtier.cli.configuration.all_checks import findings_of
 from kvtier.cli.configuration.effective import Setting, settings_of
 from kvtier.cli.configuration.starting_files import Role, starting_file
-from kvtier.cli.options import print_json, telling_in_json
+from kvtier.cli.options import Json, print_json, telling_in_json
 from kvtier.config import load_config
 from kvtier.config.findings import Finding, Severity
 from kvtier.config.reference import Key, json_schema, keys
@@ -33,7 +33,7 @@ File = Annotated[Path, typer.Argument(help="TOML file of an engine, of a pool, o
 @telling_in_json
 def list_keys(
     prefix: Annotated[str, typer.Argument(help="Only keys that begin so, such as pool_service.redis.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, on failure too.")] = False,
+    json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/configuration.md.")] = False,
 ) -> None:
     """Every key that a file may have.
@@ -70,7 +70,7 @@ def schema() -> None:
 def show(
     file: File,
     all_keys: Annotated[bool, typer.Option("--all", help="Keys that have their defaults, too.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, on failure too.")] = False,
+    json: Json = False,
 ) -> None:
     """What a file and the environment come to.
 
@@ -90,7 +90,7 @@ def show(
 @app.command()
 def check(
     file: File,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, on failure too.")] = False,
+    json: Json = False,
 ) -> None:
     """Whether a process would start with a file, and what it wastes.
 

@@ -1,6 +1,5 @@
 """The command `kvtier simulate`."""
 
-import json as json_module
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import Progress
 
-from kvtier.cli.options import STANDARD_OUTPUT, Json, Plot
+from kvtier.cli.options import Json, Plot, print_json, telling_in_json
 from kvtier.cli.simulate.capacities import parse_capacities, parse_tiers
 from kvtier.cli.simulate.tables import described, draw, print_results, print_trace
 from kvtier.errors import ConfigError
@@ -27,6 +26,7 @@ _REPORT_EVERY = 20_000
 """References between looks at the progress bar, which takes longer than a request."""
 
 
+@telling_in_json
 def simulate_command(
     trace: Annotated[Path, typer.Argument(help="Recorded by a pool, or Mooncake's JSON lines, plain or .gz.")],
     policy: Annotated[str, typer.Option(help=f"Of {_NAMES}; several with commas.")] = f"default,{BELADY}",
@@ -54,7 +54,7 @@ def simulate_command(
     tokens_per_block: Annotated[
         int, typer.Option(min=1, help="Of JSON lines, which do not say it.")
     ] = MOONCAKE_TOKENS_PER_BLOCK,
-    json: Json = None,
+    json: Json = False,
     plot: Plot = None,
 ) -> None:
     """What would another policy, or more memory, have given? Replays a trace through the policies that kvtier uses.
@@ -66,7 +66,7 @@ def simulate_command(
     Examples:
       kvtier simulate pool.trace                    # 1x, 2x, 4x what was there
       kvtier simulate pool.trace --capacity 64GiB --policy lru,s3fifo,arc
-      kvtier simulate mooncake.jsonl --capacity 1000,10000 --json -
+      kvtier simulate mooncake.jsonl --capacity 1000,10000 --json
       kvtier simulate pool.trace --tiers host=1x,disk=10x --admission second-use
     """
     if tiers is not None and capacity is not None:
@@ -133,18 +133,14 @@ def _run(trace: Trace, cases: Sequence[Case], options: ReplayOptions) -> list[Re
     return results
 
 
-def _report(trace: Trace, results: Sequence[Result], json: Path | None, plot: Path | None) -> None:
+def _report(trace: Trace, results: Sequence[Result], json: bool, plot: Path | None) -> None:
     facts = described(trace)
     data = {"trace": facts, "definitions": DEFINITIONS, "results": [result.plain() for result in results]}
-    text = json_module.dumps(data, indent=2) + "\n"
-    if json == STANDARD_OUTPUT:
-        print(text, end="", flush=True)
+    if json:
+        print_json(data)
     else:
         console = Console()
         print_trace(console, facts)
         print_results(console, results)
-    # After printing: when the disk is full by now, the figures are not lost.
-    if json is not None and json != STANDARD_OUTPUT:
-        json.write_text(text)
     if plot is not None:
         draw(plot, trace, results)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.options import print_json, telling_in_json
+from kvtier.cli.options import Json, print_json, telling_in_json
 from kvtier.cli.sizing.estimate import Demand, Estimate, Way, break_even_bytes_per_s, estimate, ways
 from kvtier.cli.sizing.model_shape import ModelShape, load_model_shape
 from kvtier.config.findings import size_words
@@ -36,7 +36,7 @@ def size(
     prefill_tokens_per_s: Annotated[
         float | None, typer.Option(min=1, help="How fast an engine computes a prompt: what fetching is compared with.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, on failure too.")] = False,
+    json: Json = False,
 ) -> None:
     """How much memory and disk so many conversations take, and which links are worth it.
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvtier.cli.options import print_json
+from kvtier.cli.options import Json, print_json
 from kvtier.cli.stats.asking import Places
 from kvtier.cli.stats.facts import Facts, facts_of
 from kvtier.cli.stats.report import print_report
@@ -32,7 +32,7 @@ def stats(
     url: Urls = None,
     ca: Ca = None,
     token: Token = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, on failure too.")] = False,
+    json: Json = False,
 ) -> None:
     """Is it helping? Hit rate by tier, bytes by path, how full, what was evicted, what failed.
 

@@ -1,7 +1,6 @@
 """`kvtier demo`: run, report, draw."""
 
 import datetime
-import json as json_module
 import sys
 import time
 from pathlib import Path
@@ -9,15 +8,16 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.options import STANDARD_OUTPUT, Json, Plot, print_json
+from kvtier.cli.options import Json, Plot, print_json, telling_in_json
 from kvtier.errors import KvtierError
 from kvtier.system.machine import commit, hardware
 from kvtier.system.working_folder import working_folder
 from kvtier_engine.demo.demo_model import demo_model_path
 
 
+@telling_in_json
 def demo(
-    json: Json = None,
+    json: Json = False,
     plot: Plot = None,
     model: Annotated[Path | None, typer.Option(help="Model folder or GGUF file; default: SmolLM2-135M.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Less of everything: a third of the time.")] = False,
@@ -27,7 +27,7 @@ def demo(
     Everything is real: a cache pool, engines on the CPU, and a Redis where one is installed, in processes of their own
     that have ended when this ends. Progress is on standard error. Exit code 1 when something is not as it must be.
 
-    Example: kvtier demo --json demo.json --plot demo.svg
+    Example: kvtier demo --plot demo.svg --json > demo.json
     """
     # Not before it is called: a list of commands needs no model.
     from kvtier.config import parse_config
@@ -53,14 +53,10 @@ def demo(
     note("Done")
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     caption = f"{opened.name}, {hardware()}; commit {commit()}, {today}"
-    out = sys.stderr if json == STANDARD_OUTPUT else sys.stdout
+    out = sys.stderr if json else sys.stdout
     print(report(story, f"{took_s:.0f} s in all. {caption}"), file=out)
-    if json is not None:
-        value = {"hardware": hardware(), "commit": commit(), "date": today, "seconds": took_s, **figures(story)}
-        if json == STANDARD_OUTPUT:
-            print_json(value)
-        else:
-            json.write_text(json_module.dumps(value, indent=2) + "\n")
+    if json:
+        print_json({"hardware": hardware(), "commit": commit(), "date": today, "seconds": took_s, **figures(story)})
     if plot is not None:
         draw_story(plot, story, caption)
     if found := problems(story):

@@ -1,6 +1,5 @@
 """The command `kvtier simulate-fleet`."""
 
-import json as json_module
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -10,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from kvtier.cli.options import STANDARD_OUTPUT, Json, Plot, telling_in_json
+from kvtier.cli.options import Json, Plot, print_json, telling_in_json
 from kvtier.errors import ConfigError
 from kvtier.traces.form import Trace
 from kvtier.traces.jsonl import MOONCAKE_TOKENS_PER_BLOCK
@@ -42,7 +41,7 @@ def simulate_fleet_command(
     tokens_per_block: Annotated[
         int, typer.Option(min=1, help="Of an id in the trace, which does not say it.")
     ] = MOONCAKE_TOKENS_PER_BLOCK,
-    json: Json = None,
+    json: Json = False,
     plot: Plot = None,
 ) -> None:
     """Which engine for which request? Replays a trace through strategies of the gateway and simulated engines.
@@ -53,7 +52,7 @@ def simulate_fleet_command(
     Examples:
       kvtier simulate-fleet conversation_trace.jsonl --engines 16 --load 0.5,0.9
       kvtier simulate-fleet trace.jsonl.gz --strategy priced,radix,epp --pool none --seeds 3
-      kvtier simulate-fleet trace.jsonl --engines 4,64 --pool none,slow,fast --json -
+      kvtier simulate-fleet trace.jsonl --engines 4,64 --pool none,slow,fast --json
     """
     names = [name.strip() for name in strategy.split(",")]
     require_strategies(names)
@@ -90,14 +89,11 @@ def _run(trace: Trace, cases: Sequence[Case], num_seeds: int) -> list[tuple[Case
     return results
 
 
-def _report(trace: Trace, results: Sequence[tuple[Case, Summary]], json: Path | None, plot: Path | None) -> None:
+def _report(trace: Trace, results: Sequence[tuple[Case, Summary]], json: bool, plot: Path | None) -> None:
     rows = [case.plain() | summary.plain() for case, summary in results]
-    text = json_module.dumps({"trace": trace.name, "definitions": DEFINITIONS, "results": rows}, indent=2) + "\n"
-    if json == STANDARD_OUTPUT:
-        print(text, end="", flush=True)
+    if json:
+        print_json({"trace": trace.name, "definitions": DEFINITIONS, "results": rows})
     else:
         print_results(Console(), results)
-    if json is not None and json != STANDARD_OUTPUT:
-        json.write_text(text)
     if plot is not None:
         draw(plot, trace, results)
