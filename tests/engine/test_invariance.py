@@ -17,6 +17,7 @@ from kvtier.errors import ConfigError
 from kvtier_bench.gpu.measuring.models import random_weights
 from kvtier_engine.model import products
 from kvtier_engine.model.fingerprint import arithmetic_fingerprint
+from kvtier_engine.model.gates import invariantly_opened, opened
 from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.paged_kv import allocate_kv, kv_namespace
@@ -129,15 +130,16 @@ def test_a_place_in_the_tile_that_matters_is_refused(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("gelu", [False, True])
-def test_gates_have_the_same_bits_in_every_lane(gelu: bool) -> None:
-    """Vector instructions take most elements, plain ones the last few; in bfloat16 all inputs can be tried."""
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gates_have_the_same_bits_in_every_lane(dtype: torch.dtype, gelu: bool) -> None:
+    """Vector instructions take most elements, plain ones the last few; in 16 bits all inputs can be tried."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     every = every[~every.isnan()]
     every = every[: len(every) // 64 * 64]
-    alone = products._opened(every.view(-1, 1).expand(-1, 2)[:, 0], gelu=gelu)
-    few = torch.cat([products._opened(part.clone(), gelu=gelu) for part in every.split(3)])
+    alone = invariantly_opened(every.view(-1, 1).expand(-1, 2)[:, 0], gelu=gelu)
+    few = torch.cat([invariantly_opened(part.clone(), gelu=gelu) for part in every.split(3)])
     assert torch.equal(alone, few)
-    plain = products.opened(every.double(), gelu=gelu).to(torch.bfloat16)
+    plain = opened(every.double(), gelu=gelu).to(dtype)
     assert torch.allclose(alone.float(), plain.float(), rtol=0.01, atol=1e-9, equal_nan=True)
 
 

@@ -7,7 +7,6 @@ computes tokens in tiles of few fixed sizes, all of which were seen to give the 
 that have one size.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvtier.errors import ConfigError
+from kvtier_engine.model.gates import invariantly_opened, opened
 from kvtier_engine.model.weights import LlamaWeights
 
 
@@ -47,11 +47,6 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     if weight.dtype == torch.float32:
         return (wide * scale).mul_(weight).to(rows.dtype)
     return (wide * scale).to(rows.dtype).mul_(weight)
-
-
-def opened(gate: Tensor, *, gelu: bool) -> Tensor:
-    """The gate through SiLU, or through GELU by its approximation with tanh; fresh."""
-    return F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)
 
 
 class PlainProducts:
@@ -89,26 +84,9 @@ class Tile:
         """`PlainProducts.gated` of as many rows; a transposed view where tokens are columns."""
         if not self.by_columns:
             gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
-            return self.linear(_opened(gate, gelu=gelu).mul_(up), down)
+            return self.linear(invariantly_opened(gate, gelu=gelu).mul_(up), down)
         gate, up = torch.mm(gate_up, rows.t()).chunk(2)
-        return self.linear(_opened(gate, gelu=gelu).mul_(up).t(), down)
-
-
-def _opened(gate: Tensor, *, gelu: bool) -> Tensor:
-    """`opened`, with the same bits wherever an element stands.
-
-    Vector instructions take most elements, plain ones the last few of a run, and where runs end depends on the shape.
-    SiLU in bfloat16 has the same bits in both. One element in 25 of SiLU in float32 differs, and one in some ten
-    thousand millions of what is computed in float64 and then rounded to that. GELU by tanh differs even so, where
-    1 + tanh(u) cancels; 2 sigmoid(2 u) is the same and does not.
-    """
-    if gate.dtype == torch.bfloat16 and not gelu:
-        return F.silu(gate)
-    wide = gate.double()
-    if not gelu:
-        return F.silu(wide).to(gate.dtype)
-    twice_u = wide.square().mul_(0.044715).add_(1).mul_(wide).mul_(math.sqrt(8 / math.pi))
-    return wide.mul_(twice_u.sigmoid_()).to(gate.dtype)
+        return self.linear(invariantly_opened(gate, gelu=gelu).mul_(up).t(), down)
 
 
 BASE = Tile(32)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvtier_engine.model.products import opened
+from kvtier_engine.model.gates import opened
 from kvtier_kernels.invariant.linear import invariant_linear
 from kvtier_kernels.invariant.rms_norm import invariant_rms_norm
 
