@@ -40,7 +40,7 @@ SCHEMA: dict[str, tuple[type, ...]] = {
     "ratio_to_floor": (*NUMBER, type(None)),
 }
 """Of a case. Others may stand beside these."""
-FLOORS = {"memcpy", "raw disk", "raw tcp", "raw unix", "one client", "cbor"}
+FLOORS = {"memcpy", "raw disk", "raw tcp", "raw unix", "one client", "cbor", "one group", "8 requests"}
 SMALL = ["--payload-bytes", "4096", "--batch", "4"]
 
 
@@ -126,6 +126,18 @@ def test_tiers(tmp_path: Path) -> None:
     assert {case["floor"] for case in report["cases"] if case["name"] == "disk"} == {"raw disk"}
     assert any(note.startswith("Without lmcache-disk: ") and "make peers" in note for note in report["notes"])
     assert not list(tmp_path.iterdir())
+
+
+def test_windows_in_kv_groups_take_and_load_less() -> None:
+    one, groups = (case["figures"] for case in run("windows", "--windows", "4", "--rounds", "1")["cases"][2:])
+    assert groups["loaded_mb"] < one["loaded_mb"] / 2
+    assert groups["answering_mb"] < one["answering_mb"] / 2
+
+
+def test_branches_share_their_prompt() -> None:
+    arguments = ["branches", "--prompt-tokens", "64", "--answer-tokens", "2", "--rounds", "1"]
+    computed = {case["op"]: case["figures"]["computed_prompt_tokens"] for case in run(*arguments)["cases"]}
+    assert computed["one with n = 8"] == computed["one with n = 1"] == 64
 
 
 def test_clients() -> None:

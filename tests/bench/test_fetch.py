@@ -1,16 +1,16 @@
 """`kvtier bench fetch` and `clean-ahead` move real blocks, and report what came of it."""
 
 import json
-from pathlib import Path
+
+import pytest
 
 from kvtier_bench.cases.clean_ahead import bench_clean_ahead
 from kvtier_bench.cases.fetch import bench_fetch
 
 
-def test_all_ways_are_reported(tmp_path: Path) -> None:
-    out = tmp_path / "fetch.json"
-    bench_fetch(json=out, payload_bytes=65_536, batch=4, blocks=16, load_threads=2, rounds=1)
-    found = json.loads(out.read_text())
+def test_all_ways_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_fetch(json=True, payload_bytes=65_536, batch=4, blocks=16, load_threads=2, rounds=1)
+    found = json.loads(capsys.readouterr().out)
     assert [(case["name"], case["op"]) for case in found["cases"]] == [
         (name, f"fetch, {state}") for name in ("direct", "process", "threads") for state in ("idle", "busy")
     ]
@@ -18,10 +18,9 @@ def test_all_ways_are_reported(tmp_path: Path) -> None:
     assert [note.split(":")[0] for note in found["notes"]] == ["direct", "process", "threads", "leased", "copies"]
 
 
-def test_what_was_evicted_is_counted(tmp_path: Path) -> None:
-    out = tmp_path / "clean.json"
-    bench_clean_ahead(json=out, payload_bytes=65_536, blocks=32, depth=16, rates="0.001,0.1", seconds=0.3)
-    slow, fast = (case["figures"] for case in json.loads(out.read_text())["cases"])
+def test_what_was_evicted_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_clean_ahead(json=True, payload_bytes=65_536, blocks=32, depth=16, rates="0.001,0.1", seconds=0.3)
+    slow, fast = (case["figures"] for case in json.loads(capsys.readouterr().out)["cases"])
     assert slow["evicted"] < fast["evicted"]
     assert 0 <= fast["clean_share"] <= 1
     assert slow["clean_share"] == 1

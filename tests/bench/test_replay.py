@@ -41,14 +41,13 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["memory", "disk"],
 )
 def test_a_pool_hits_as_often_as_the_simulator_says(
-    trace: Path, tmp_path: Path, memory: str, disk: str | None, sizes: str, rates: tuple[str, ...]
+    trace: Path, capsys: pytest.CaptureFixture[str], memory: str, disk: str | None, sizes: str, rates: tuple[str, ...]
 ) -> None:
     """Prefix hits of a disk are not held to it here: requests larger than a segment lose parts of their middle."""
-    out = tmp_path / "figures.json"
     bench_replay(
-        trace, memory=memory, disk=disk, policy="lru", sizes=sizes, clients=4, requests=None, warm_up=0.2, json=out
+        trace, memory=memory, disk=disk, policy="lru", sizes=sizes, clients=4, requests=None, warm_up=0.2, json=True
     )
-    (case,) = json.loads(out.read_text())["cases"]
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
     figures = case["figures"]
     assert figures["num_refused"] == 0
     for rate in rates:

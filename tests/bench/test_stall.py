@@ -1,7 +1,6 @@
 """`kvtier bench stall` runs and reports: what it finds depends on the machine, what every run has to find does not."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -10,10 +9,10 @@ from kvtier.offload import Hierarchy
 from kvtier_bench.cases.stall import bench_stall
 
 
-def test_an_engine_beside_garbage_is_measured(tmp_path: Path) -> None:
-    out, poll = tmp_path / "figures.json", Hierarchy.poll
-    bench_stall(json=out, pairs=1, prompt_tokens=48, answer_tokens=4, only=["garbage"], threads=1)
-    (case,) = json.loads(out.read_text())["cases"]
+def test_an_engine_beside_garbage_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    poll = Hierarchy.poll
+    bench_stall(json=True, pairs=1, prompt_tokens=48, answer_tokens=4, only=["garbage"], threads=1)
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
     figures = case["figures"]
     assert case["name"] == "garbage"
     assert figures["num_pieces_hurt"] > 0

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,12 +10,11 @@ TIMEOUT_S = 200
 
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
-def test_both_are_measured_in_the_same_rounds(layout: str, tmp_path: Path) -> None:
-    into = tmp_path / "sglang.json"
-    command = [sys.executable, "-m", "kvtier.cli.main", "bench", "sglang", f"--layout={layout}", f"--json={into}"]
+def test_both_are_measured_in_the_same_rounds(layout: str) -> None:
+    command = [sys.executable, "-m", "kvtier.cli.main", "bench", "sglang", f"--layout={layout}", "--json"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert answer.returncode == 0, answer.stderr
-    report = json.loads(into.read_text())
+    report = json.loads(answer.stdout)
     rows = {(case["op"], case["name"]): case for case in report["cases"]}
     assert set(rows) == {(op, name) for op in ("write", "read") for name in ("memcpy", "HiCacheFile", "kvtier")}
     assert all(row["payload_bytes"] == 2 << 20 and row["rounds"] >= 9 for row in rows.values())

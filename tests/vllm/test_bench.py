@@ -22,12 +22,11 @@ FROM_POOL = {f"{HITS}:pool": NUM_BLOCKS, OFFERED: NUM_BLOCKS * BLOCK}
 
 
 def _bench(lab: Lab, folder: Path, *options: str) -> dict[str, Any]:
-    into = folder / "vllm.json"
-    command = [sys.executable, "-m", "kvtier.cli.main", "bench", "vllm", f"--model={lab.model}", f"--json={into}"]
+    command = [sys.executable, "-m", "kvtier.cli.main", "bench", "vllm", f"--model={lab.model}", "--json"]
     command += ["--tokens=170", "--rounds=1", "--threads=1", f"--peers={folder}", *options]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert answer.returncode == 0, answer.stderr
-    report: dict[str, Any] = json.loads(into.read_text())
+    report: dict[str, Any] = json.loads(answer.stdout)
     return report
 
 
