@@ -24,6 +24,7 @@ from kvtier.system.cores import usable_cores
 from kvtier.system.process_metrics import describe_process
 from kvtier_engine.events.kv_events import KVEvents
 from kvtier_engine.events.publisher import EventPublisher
+from kvtier_engine.least_memory import too_small
 from kvtier_engine.model.adapters import Adapter, load_adapter
 from kvtier_engine.model.arriving_kv import ArrivingKV
 from kvtier_engine.model.cuda_graphs import with_cuda_graphs
@@ -277,6 +278,8 @@ def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype, device: t
             f"engine.kv_bytes: {int(config.engine.kv_bytes):,} bytes do not hold one block of {least_bytes:,}; "
             f"give at least the {least_bytes * 64:,} of 64 blocks"
         )
+    for finding in too_small(config, block_bytes):
+        raise ConfigError(f"{finding.key}: {finding.text}")
     log.info(
         "%d blocks of %d tokens, %d bytes each, on %s; a token has %d",
         num_blocks, config.cache.tokens_per_block, block_bytes, device, of_token,

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from kvtier.cli.sizing.model_shape import load_model_shape
 from kvtier.config import Config
 from kvtier.config.findings import Finding, Severity, size_words
-from kvtier.config.tiers import MIN_HOST_BLOCKS
 from kvtier.errors import ConfigError
 from kvtier.net.address import is_loopback
 from kvtier.system.cores import usable_cores
+from kvtier_engine.least_memory import too_small
 from kvtier_engine.model.weight_files import weight_files
 
 _MOST_TOKENS_PER_BLOCK = 256
@@ -56,15 +56,14 @@ def _model(config: Config) -> Iterable[Finding]:
     if not path.exists():
         yield Finding(Severity.ERROR, "engine.model", f"{path} is not there; name a Hugging Face folder or a GGUF file")
         return
-    if path.is_file():
-        return  # a GGUF's shape is known when it has been dequantised
     try:
         shape = load_model_shape(path)
     except ConfigError as error:
         yield Finding(Severity.ERROR, "engine.model", str(error))
         return
     try:
-        weight_files(path)
+        if path.is_dir():
+            weight_files(path)
     except ConfigError as error:
         yield Finding(Severity.ERROR, "engine.model", str(error))
     dtype = config.engine.dtype
@@ -73,9 +72,9 @@ def _model(config: Config) -> Iterable[Finding]:
 
 def _sizes(config: Config, token_bytes: int, window_bytes: int) -> Iterable[Finding]:
     """:param window_bytes: of a conversation's last window, in the layers that need no more."""
-    too_small = list(_too_small(config, token_bytes * config.cache.tokens_per_block))
-    yield from too_small
-    if too_small:
+    refused = list(too_small(config, token_bytes * config.cache.tokens_per_block))
+    yield from refused
+    if refused:
         return
     tokens = int(config.engine.kv_bytes) // token_bytes
     if tokens < _FEW_TOKENS:
@@ -98,22 +97,3 @@ def _sizes(config: Config, token_bytes: int, window_bytes: int) -> Iterable[Find
             f"{nbytes // token_bytes:,} tokens, or {nbytes // conversation:,} conversations of "
             f"{_FEW_TOKENS:,} tokens",
         )
-
-
-def _too_small(config: Config, block_bytes: int) -> Iterable[Finding]:
-    """Yields errors for sizes that no engine of this model starts with.
-
-    :param block_bytes: the least that a block takes on the device.
-    """
-    in_host = block_bytes if config.engine.lossy_codec == "none" else block_bytes // 2
-    needed = {"engine.kv_bytes": (int(config.engine.kv_bytes), block_bytes)}
-    if config.engine.cache:
-        needed["host.capacity_bytes"] = (config.host_bytes(), MIN_HOST_BLOCKS * in_host)
-    for key, (nbytes, least) in needed.items():
-        if nbytes < least:
-            yield Finding(
-                Severity.ERROR,
-                key,
-                f"{nbytes:,} bytes, and a block of {config.cache.tokens_per_block} tokens of this model takes "
-                f"{block_bytes:,}: set it to {least:,} at the very least, better to a hundred times that",
-            )

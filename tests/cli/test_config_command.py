@@ -14,6 +14,7 @@ from kvtier.cli.configuration.command import markdown_page
 from kvtier.config import load_config
 from kvtier.config.reference import keys
 from kvtier.errors import ConfigError
+from kvtier_engine.demo.demo_model import demo_model_path
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 SECRETS = {
@@ -172,14 +173,17 @@ def test_what_is_wrong_is_found_before_anything_starts(
     assert severity == "error" or not any(finding.severity == "error" for finding in found), found
 
 
-def test_sizes_are_told_in_tokens_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_sizes_are_told_in_tokens_of_the_model(is_gguf: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with this shape, in both forms."""
     model = tmp_path / "model"
     model.mkdir()
     shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
     (model / "config.json").write_text(json.dumps(shape))
+    path = demo_model_path() if is_gguf else model
     file = tmp_path / "kvtier.toml"
     file.write_text(
-        "tenant = 'a'\n[tenants.a]\nsecret = 'env:KVTIER_SECRET'\n[engine]\nmodel = 'model'\nkv_bytes = '64MiB'"
+        f"tenant = 'a'\n[tenants.a]\nsecret = 'env:KVTIER_SECRET'\n[engine]\nmodel = '{path}'\nkv_bytes = '64MiB'"
     )
     monkeypatch.setenv("KVTIER_SECRET", SECRETS["KVTIER_SECRET"])
     texts = [finding.text for finding in findings_of(file) if finding.key == "engine.kv_bytes"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine_model_rig import small_folder
 from kvtier.config import parse_config
 from kvtier.errors import ConfigError
+from kvtier_engine import assemble
 from kvtier_engine.assemble import assembled_engine
 from kvtier_engine.model.devices import weights_on
 from kvtier_engine.model.model_folder import open_model
@@ -133,4 +134,22 @@ def test_a_missing_secret_is_told_before_the_model_is_looked_at(tmp_path: Path) 
     tables = {"engine": {"model": "nowhere"}, "tenant": "red", "tenants": {"red": {"secret": "env:NOT_EXPORTED"}}}
     config = parse_config(tables, source="kvtier.toml", folder=tmp_path, environ={})
     with pytest.raises(ConfigError, match="NOT_EXPORTED"), assembled_engine(config):
+        pass
+
+
+@pytest.mark.parametrize("key", ["host.capacity_bytes", "engine.kv_bytes"])
+def test_memory_for_too_few_blocks_is_refused_before_weights_are_read(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = small_folder(tmp_path)
+    monkeypatch.setattr(assemble, "load_weights", None)
+    tables: dict[str, Any] = {
+        "engine": {"model": str(folder), "device": "cpu"},
+        "tenant": "red",
+        "tenants": {"red": {"secret": "env:SECRET"}},
+    }
+    table, name = key.split(".")
+    tables.setdefault(table, {})[name] = 4096 if table == "host" else 16
+    config = parse_config(tables, source="kvtier.toml", folder=tmp_path, environ={"SECRET": "s" * 64})
+    with pytest.raises(ConfigError, match=f"^{key}: "), assembled_engine(config):
         pass

@@ -56,7 +56,7 @@ def top(
         if all(picture.problem is not None for picture in pictures):
             raise UnavailableError("; ".join(picture.problem or "" for picture in pictures))
         return
-    if json or not (sys.stdout.isatty() and sys.stdin.isatty()):
+    if json or not all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stdin)):
         _run_as_lines(watch, interval, count, as_json=json)
     else:
         _run_on_screen(watch, interval, count)

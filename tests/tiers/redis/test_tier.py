@@ -21,6 +21,8 @@ from kvtier.testing.contract import (
 from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
 from kvtier.tiers.redis.cap_script import NUM_BOOKS
 from kvtier.tiers.redis.commands import key_name, key_names
+from kvtier.tiers.redis.look import look_at
+from kvtier.tiers.redis.settings import RedisSettings
 from redis_rig import (
     BLOCK_BYTES,
     KEYS,
@@ -289,3 +291,16 @@ def test_a_user_with_no_more_rights_than_needed(server: RedisServer, client: red
 def test_settings_that_cannot_be(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         connect("redis://127.0.0.1", **wrong)
+
+
+def test_a_replica_that_takes_no_writes_is_told(
+    server: RedisServer, client: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    tier = connect(server.url)
+    with caplog.at_level(logging.WARNING):
+        tier.lookup(KEYS)
+    tier.close()
+    assert any("is a replica, which takes no writes" in record.getMessage() for record in caplog.records)
+    (look,) = look_at(server.url, RedisSettings(), 5.0)
+    assert look.memory.warning(ttl=False) == "is a replica, which takes no writes: name the server that it follows"
