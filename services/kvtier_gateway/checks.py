@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from kvtier.config import Config
-from kvtier.config.ending_certificates import ending_certificates
+from kvtier.config.certificate_findings import ending_certificates
 from kvtier.config.findings import Finding, Severity, errors_of
 from kvtier.system.open_files import reachable_open_files
 from kvtier_gateway.protection import start_attempts

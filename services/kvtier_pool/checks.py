@@ -5,7 +5,7 @@ from functools import partial
 
 from kvtier.config import Config
 from kvtier.config.accepted import accepted_certificates, accepted_tokens, require_clients
-from kvtier.config.ending_certificates import ending_certificates
+from kvtier.config.certificate_findings import ending_certificates
 from kvtier.config.findings import (
     Finding,
     Severity,

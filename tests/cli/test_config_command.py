@@ -214,12 +214,14 @@ def test_api_keys_are_those_of_the_process_that_the_file_is_for(tmp_path: Path) 
     [("[engine]", ENGINE), ("[pool_service]", POOL), ("[gateway]", GATEWAY)],
     ids=lambda text: text[:9],
 )
-def test_a_certificate_that_ends_is_told_before_anything_starts(table: str, text: str, tmp_path: Path) -> None:
+def test_a_certificate_that_does_not_hold_is_told_before_anything_starts(table: str, text: str, tmp_path: Path) -> None:
     authority, file = Authority(tmp_path), tmp_path / "kvtier.toml"
     files = f"{table}\ntls_certificate = 'it.pem'\ntls_key = 'it.key'\n"
     file.write_text(text.replace(f"{table}\n", files) if table in text else text + files)
-    for days, said in ((-1, " expired at "), (3, " expires at "), (900, None)):
-        authority.issue("it", "127.0.0.1", valid_days=days)
+    for days, begin, said in (
+        (-1, -2, " expired at "), (3, -2, " expires at "), (900, -2, None), (900, 1, "on, and no TLS connection"),
+    ):  # fmt: skip
+        authority.issue("it", "127.0.0.1", valid_days=days, from_days=begin)
         _, found = findings(file, **SECRETS)
         texts = [each["text"] for each in found if each["key"].endswith(".tls_certificate")]
         assert len(texts) == (said is not None)

@@ -41,6 +41,7 @@ class Authority:
         *identities: str,
         common_name: str = "nobody",
         valid_days: int = 1,
+        from_days: int = -2,
         curve: ec.EllipticCurve | None = None,
         usages: Sequence[x509.ObjectIdentifier] = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH),
     ) -> Pair:
@@ -48,11 +49,12 @@ class Authority:
 
         :param identities: addresses, URIs or DNS names.
         :param valid_days: from now; below 0 it has expired.
+        :param from_days: from now; above 0 it does not hold yet.
         :param curve: of the key; P-256 by default.
         """
         key = ec.generate_private_key(curve or ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
-        builder = _builder(subject, self._name, key.public_key(), valid_days)
+        builder = _builder(subject, self._name, key.public_key(), valid_days, from_days)
         builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         if identities:
             builder = builder.add_extension(
@@ -69,7 +71,7 @@ class Authority:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, valid_days: int
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, valid_days: int, from_days: int = -2
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
@@ -78,7 +80,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - 2 * _DAY)
+        .not_valid_before(now + from_days * _DAY)
         .not_valid_after(now + valid_days * _DAY)
     )
 

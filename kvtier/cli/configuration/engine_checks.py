@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from kvtier.config import Config
-from kvtier.config.ending_certificates import ending_certificates
+from kvtier.config.certificate_findings import ending_certificates
 from kvtier.config.engine_attempts import engine_attempts
 from kvtier.config.findings import (
     Finding,

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvtier.cli.doctor.lines import Level, Line
-from kvtier.config.ending_certificates import day_of, ending_certificate
-from kvtier.net.certificate_end import end_of_certificate
+from kvtier.config.certificate_findings import day_of, ending_certificate
+from kvtier.net.certificate_validity import validity_of_certificate
 
 
 def certificate_lines(key: str, path: Path) -> Iterable[Line]:
@@ -14,6 +14,6 @@ def certificate_lines(key: str, path: Path) -> Iterable[Line]:
 
     :param key: that names it, with dots.
     """
-    end = end_of_certificate(path)
-    if end is not None and not list(ending_certificate(key, path)):
-        yield Line(Level.OK, key, f"the certificate {path} holds until {day_of(end)}")
+    validity = validity_of_certificate(path)
+    if validity is not None and not list(ending_certificate(key, path)):
+        yield Line(Level.OK, key, f"the certificate {path} holds until {day_of(validity[1])}")

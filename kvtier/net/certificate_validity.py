@@ -1,4 +1,4 @@
-"""Reads until when certificates hold. The standard library does not tell it: a few bytes of DER are read here."""
+"""Reads when certificates hold. The standard library does not tell it: a few bytes of DER are read here."""
 
 import datetime
 import re
@@ -11,20 +11,20 @@ _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re
 _UTC_TIME, _VERSION = 0x17, 0xA0
 
 
-def end_of_certificate(path: Path) -> datetime.datetime | None:
-    """Returns when the first certificate of a file ends; None for a file without one that can be read: who loads it
-    says what it is then. Raises `ConfigError` when the file cannot be read."""
+def validity_of_certificate(path: Path) -> tuple[datetime.datetime, datetime.datetime] | None:
+    """Returns when the first certificate of a file begins and ends; None for a file without one that can be read: who
+    loads it says what it is then. Raises `ConfigError` when the file cannot be read."""
     found = _PEM.search(read_pem(path).decode(errors="replace"))
     if found is None:
         return None
     try:
-        return _end(ssl.PEM_cert_to_DER_cert(found[0]))
+        return _validity(ssl.PEM_cert_to_DER_cert(found[0]))
     except (ValueError, IndexError):
         return None
 
 
-def _end(certificate: bytes) -> datetime.datetime:
-    """Returns when a certificate in DER ends. Raises `ValueError` or `IndexError` for others."""
+def _validity(certificate: bytes) -> tuple[datetime.datetime, datetime.datetime]:
+    """Returns when a certificate in DER begins and ends. Raises `ValueError` or `IndexError` for others."""
     _, inside, _ = _element(certificate, 0)
     _, signed, _ = _element(inside, 0)
     tag, _, at = _element(signed, 0)
@@ -33,10 +33,16 @@ def _end(certificate: bytes) -> datetime.datetime:
     for _ in ("signature", "issuer"):
         _, _, at = _element(signed, at)
     _, validity, _ = _element(signed, at)
-    _, _, at = _element(validity, 0)
-    tag, text, _ = _element(validity, at)
+    begin, at = _time(validity, 0)
+    end, _ = _time(validity, at)
+    return begin, end
+
+
+def _time(data: bytes, at: int) -> tuple[datetime.datetime, int]:
+    """Returns the time at a place of DER, and the place behind it."""
+    tag, text, after = _element(data, at)
     form = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
-    return datetime.datetime.strptime(text.decode(), form).replace(tzinfo=datetime.UTC)
+    return datetime.datetime.strptime(text.decode(), form).replace(tzinfo=datetime.UTC), after
 
 
 def _element(data: bytes, at: int) -> tuple[int, bytes, int]:
