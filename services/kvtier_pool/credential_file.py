@@ -1,5 +1,6 @@
 """Edits the tokens of tenants in a pool's TOML file, with everything else of the file as it was."""
 
+import fcntl
 import os
 import tempfile
 from datetime import UTC, datetime
@@ -30,7 +31,8 @@ class CredentialFile:
                 "pool's file, or, if it is this one, add [pool_service] to it"
             )
         try:
-            self._document = tomlkit.parse(self._path.read_text())
+            self._text = self._path.read_text()
+            self._document = tomlkit.parse(self._text)
         except (OSError, TOMLKitError) as error:
             raise ConfigError(f"{path}: cannot be edited: {error}") from error
 
@@ -78,11 +80,23 @@ class CredentialFile:
     def save(self) -> None:
         """Puts another file in the place of the old one, on disk before it has the name, with its mode and owner.
 
-        Raises `ConfigError`, and leaves the old one, when it would be no configuration or cannot be written.
+        Raises `ConfigError`, and leaves the old one, when it would be no configuration or cannot be written, and when
+        somebody else has written it since it was read here. Waits for others who save.
         """
-        before = self._path.stat()
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # the file's own lock would be one of a file that is being replaced
+            self._replace()
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _replace(self) -> None:
         new = Path()
         try:
+            before = self._path.stat()
+            if self._path.read_text() != self._text:
+                raise ConfigError(f"{self._path}: somebody else has changed it meanwhile; run this command again")
             descriptor, text = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
             new = Path(text)
             with os.fdopen(descriptor, "w") as file:
@@ -98,13 +112,8 @@ class CredentialFile:
             new.unlink(missing_ok=True) if new.name else None
             raise ConfigError(f"{self._path}: cannot be written: {error}; run this as the user who owns it") from error
         except ConfigError:
-            new.unlink(missing_ok=True)
+            new.unlink(missing_ok=True) if new.name else None
             raise
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def _entries(self, name: str) -> list[TokenConfig]:
         if name not in self._config.tenants:

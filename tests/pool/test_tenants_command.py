@@ -150,3 +150,16 @@ def test_an_edit_keeps_the_rest_and_tokens_from_elsewhere(tmp_path: Path) -> Non
     )
     with pytest.raises(ConfigError, match=r"not a pool's file: .*add \[pool_service\]"):
         CredentialFile(path)
+
+
+def test_two_who_edit_at_once_lose_nothing_in_silence(tmp_path: Path) -> None:
+    path = tmp_path / "pool.toml"
+    path.write_text(f"[pool_service]\n[tenants.old]\ntoken_sha256 = ['{'0' * 64}']\n")
+    first, second = CredentialFile(path), CredentialFile(path)
+    first.add_tenant("red", "1" * 64)
+    second.add_tenant("green", "2" * 64)
+    first.save()
+    with pytest.raises(ConfigError, match="somebody else has changed it meanwhile; run this command again"):
+        second.save()
+    assert "[tenants.red]" in path.read_text()
+    assert [each.name for each in tmp_path.iterdir()] == ["pool.toml"]
