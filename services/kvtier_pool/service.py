@@ -165,9 +165,11 @@ class PoolService:
         whose credentials are gone.
 
         Raises `ConfigError`, and changes nothing, for credentials that cannot be, when more is guaranteed than this
-        pool has, for more new tenants than it has threads for, for storage keys that cannot be, and for a tenant's
-        first ones.
+        pool has, for no tenant at all, for more than it has threads for, for storage keys that cannot be, and for a
+        tenant's first ones.
         """
+        if not config.tenants:  # a file that is being written; revoked tokens leave their tenants there
+            require_clients(config)
         tokens, certificates, names = accepted_tokens(config), accepted_certificates(config), tenant_names(config)
         if len(names) > self._calls.most_tenants:
             raise ConfigError(

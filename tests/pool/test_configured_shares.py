@@ -119,11 +119,12 @@ def test_the_policy_of_memory_is_the_configurations(tmp_path: Path) -> None:
         service.stop()
 
 
-def test_a_configuration_that_python_cannot_parse_ends_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["a = " + "[" * 10_000, ""], ids=["nested", "empty"])
+def test_a_configuration_that_is_none_ends_nothing(text: str, tmp_path: Path) -> None:
     file, log = configuration(tmp_path / "pool.toml"), tmp_path / "log"
     with Service(["pool", "serve", "--config", str(file)], log=log, environ={}) as pool:
         address = pool.ready()["block"]
-        file.write_text("a = " + "[" * 10_000)
+        file.write_text(text)
         pool.process.send_signal(signal.SIGHUP)
         until(lambda: "SIGHUP: tenants, tokens and shares stay as they are" in log.read_text() or None)
         assert kept_bytes(address, 0) > MIB
