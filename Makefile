@@ -5,6 +5,8 @@ BIN := .venv/bin
 export KVTIER__ENGINE__MODEL_CACHE_DIR := $(CURDIR)/.venv/models
 # Byte code is made of what is imported, once: most of torch never is. Tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
+# Tests of compiled kernels and of interpreted ones choose for themselves, in processes of their own.
+unexport TRITON_INTERPRET
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: demo test lint unit gpu gpu-wheels test-triton test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak soak-weights soak-kernels soak-sweeps chaos fuzz bench peers proto lock sbom clean

@@ -57,7 +57,7 @@ class Reloader:
             before = {file: _stamp(file) for file in self._taken}
             try:
                 config = self._read_again()
-                # Those that it names and that are no good yet are looked at, too.
+                # Files that it names and that are no good yet are looked at, too.
                 before |= {file: _stamp(file) for file in service.files(config) if file not in before}
                 service.take(config)
             except KvtierError as error:

@@ -114,7 +114,7 @@ class PendingWrites:
             self.evicting(list(blocks))
 
     def evicted(self, key: BlockKey) -> list[str]:
-        """Notes that host memory has lost the block. Returns the tiers that had to get it and did not. Those that write
+        """Notes that host memory has lost the block. Returns the tiers that had to get it and did not. Tiers that write
         through and were not given it do not count: the block came from a tier that has it."""
         unpaid = {tier for debts in (self._due, self._late) for tier, blocks in debts.items() if key in blocks}
         lost = unpaid.difference(self.at_once).union(tier for tier, keys in self._refused.items() if key in keys)

@@ -45,7 +45,7 @@ class Ghosts:
             words = self._pages[pair >> _PAGE_BITS] = array("I", bytes(4 * _WORDS_PER_PAIR << _PAGE_BITS))
         index = (pair & _PAIR) * _WORDS_PER_PAIR
         old_tick, tick_beside = words[index + 1], words[index + 3]
-        # Of those that were last used at the same time the one with the smaller class is forgotten.
+        # Where several were last used at the same time, the one with the smallest class is forgotten.
         if tick_beside < old_tick or (tick_beside == old_tick and words[index + 2] & _KIND < words[index] & _KIND):
             index += 2
             old_tick = tick_beside

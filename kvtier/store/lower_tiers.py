@@ -132,7 +132,7 @@ class LowerTiers:
         """
         found: dict[str, int] = {}
         for tier in self._calls:
-            # Those that are pending, too: a block on its way up can still be read from the tier that it comes from.
+            # Pending blocks count, too: a block on its way up can still be read from the tier that it comes from.
             missing = [i for i, status in enumerate(statuses) if status is not Status.HIT]
             if not missing:
                 break

@@ -156,7 +156,7 @@ def engine_of(  # noqa: PLR0913 - the parts that it is put together from
                     checks_loads=checks_loads,
                 )
             )
-            # Who computes meanwhile cannot be told of a wrong block, nor begin anew without one that windows need.
+            # A request that computes meanwhile cannot hear of a wrong block, nor begin anew without one of its windows.
             if section.layerwise_loads and not checks_loads and not kv.groups.num_windowed:
                 layered = layered_loads(copies, kv)
             if layered is not None:
@@ -272,13 +272,7 @@ def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype, device: t
     block_bytes = bytes_per_block(folder.config, config.cache.tokens_per_block, dtype, groups)
     num_blocks = int(config.engine.kv_bytes) // block_bytes
     of_token = 1 + groups.num_windowed
-    least_bytes = block_bytes * of_token
-    if num_blocks < of_token:
-        raise ConfigError(
-            f"engine.kv_bytes: {int(config.engine.kv_bytes):,} bytes do not hold one block of {least_bytes:,}; "
-            f"give at least the {least_bytes * 64:,} of 64 blocks"
-        )
-    for finding in too_small(config, block_bytes):
+    for finding in too_small(config, block_bytes, of_token):
         raise ConfigError(f"{finding.key}: {finding.text}")
     log.info(
         "%d blocks of %d tokens, %d bytes each, on %s; a token has %d",

@@ -8,7 +8,6 @@ from random import Random
 import pytest
 import torch
 
-from engine_rig import CONFIG
 from kvtier.errors import KvtierError
 from kvtier.system.working_folder import working_folder
 from kvtier_bench.cases.invariant import case_of, draw_prompts
@@ -18,6 +17,7 @@ from kvtier_bench.gpu.measuring.models import random_weights
 from kvtier_bench.processes.pool_process import PoolProcess, pool_process
 from kvtier_engine.model.llama import Chunk
 from kvtier_engine.model.paged_kv import PagedKV, kv_namespace
+from tiny_model import CONFIG
 
 SHAPE = replace(
     CONFIG, hidden_size=192, intermediate_size=208, num_attention_heads=3, num_key_value_heads=1, head_dim=64,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cuda_rig import Driver, Notes
-from engine_rig import CONFIG, PATIENCE_S, TOKENS_PER_BLOCK, EngineRig, MakeRig, rigs
+from engine_rig import PATIENCE_S, TOKENS_PER_BLOCK, EngineRig, MakeRig, rigs
 from hierarchy_rig import Rig, chain, until
 from kvtier.device.cuda import CudaKV
 from kvtier.device.kv import Blocks, Fence
@@ -20,6 +20,7 @@ from kvtier.memory.arena import Arena
 from kvtier.offload import JobResult
 from kvtier.offload.messages import LoadBatch
 from kvtier_engine.model.paged_kv import PagedKV
+from tiny_model import CONFIG
 
 LAYERS, LAYER_BYTES, NUM_BLOCKS = 3, 32 << 10, 6
 NUM_HOST_LOADS = 2

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from engine_model_rig import small_folder
-from engine_rig import EngineRig, prompt
+from engine_rig import EngineRig
 from kvtier_engine.model.llama import LlamaModel
 from kvtier_engine.model.model_folder import open_model
 from kvtier_engine.model.weights import load_weights
 from kvtier_engine.scheduling.beam_search import BeamSettings
+from tiny_model import prompt
 
 NUM_TOKENS = 14
 

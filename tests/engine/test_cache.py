@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine_rig import PATIENCE_S, MakeRig, judge, prompt, rigs
+from engine_rig import PATIENCE_S, MakeRig, judge, rigs
 from hierarchy_rig import Held, pool_tier
 from kvtier.identity.keys import StoreKey
 from kvtier.tiers.base import Status, Tier
 from kvtier_engine.scheduling.fetch_planning import PendingPolicy
+from tiny_model import prompt
 
 make_rig = pytest.fixture(rigs)
 pool = pytest.fixture(pool_tier)

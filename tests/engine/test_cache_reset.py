@@ -14,7 +14,7 @@ from disk_rig import num_blocks
 from engine_process import PATIENCE_S as PROCESS_PATIENCE_S
 from engine_process import engine_process
 from engine_process import until as until_true
-from engine_rig import PATIENCE_S, MakeRig, RunningEngine, judge, prompt, rigs
+from engine_rig import PATIENCE_S, MakeRig, RunningEngine, judge, rigs
 from hierarchy_rig import Held, pool_tier
 from kvtier.errors import ClosedError
 from kvtier.tiers.base import Tier
@@ -22,6 +22,7 @@ from kvtier_engine.scheduling.completion import Completion
 from kvtier_engine.scheduling.engine import Engine, EngineLimits
 from kvtier_engine.scheduling.sampling_params import Sampling
 from suspending import suspend
+from tiny_model import prompt
 
 TOKENS = prompt(41)
 

@@ -10,10 +10,10 @@ import pytest
 
 from engine_http_rig import PacedModel, ServedEngine, served_engine
 from engine_process import official_client, until
-from engine_rig import prompt
 from kvtier_engine.scheduling.beam_search import BeamSettings
 from kvtier_engine.scheduling.sampling_params import Sampling
 from naive_answers import naive_answer, naive_beams
+from tiny_model import prompt
 
 TOKENS = prompt(13)
 ASK: dict[str, Any] = {"prompt": TOKENS, "max_tokens": 12, "temperature": 1.2, "seed": 5}

@@ -9,13 +9,14 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from clock_rig import StillClock
-from engine_rig import CONFIG, TOKENS_PER_BLOCK, EngineRig, MakeRig, prompt, rigs
+from engine_rig import TOKENS_PER_BLOCK, EngineRig, MakeRig, rigs
 from kvtier.offload.planner import BlockStatus, FetchIfFaster
 from kvtier.tiers.base import Status
 from kvtier_engine.model.llama import Chunk
 from kvtier_engine.model.paged_kv import PagedKV, allocate_kv
 from kvtier_engine.scheduling.metrics import EngineMetrics
 from kvtier_engine.scheduling.scheduler import Scheduler, SchedulerSettings
+from tiny_model import CONFIG, prompt
 
 make_rig = pytest.fixture(rigs)
 

@@ -9,12 +9,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine_rig import MODEL, WINDOWED_MODEL, EngineRig, prompt
+from engine_rig import EngineRig
 from kvtier_engine.model.llama import LlamaModel
 from kvtier_engine.scheduling.beam_search import BeamSettings
 from kvtier_engine.scheduling.request import NO_BLOCK
 from kvtier_engine.scheduling.sampling_params import Sampling
 from naive_answers import naive_answer, naive_beams
+from tiny_model import MODEL, WINDOWED_MODEL, prompt
 
 _DOCUMENTS = [prompt(26, seed=seed) for seed in range(2)]
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_rig import MODEL, TOKENS_PER_BLOCK, VOCABULARY, EngineRig, MakeRig, judge, prompt, rigs
+from engine_rig import TOKENS_PER_BLOCK, EngineRig, MakeRig, judge, rigs
 from kvtier.errors import InvalidInputError
 from kvtier_engine.model.paged_kv import PagedKV
 from kvtier_engine.scheduling.completion import Completion
 from kvtier_engine.scheduling.engine import Engine, EngineLimits
 from kvtier_engine.scheduling.sampling_params import Sampling
 from naive_answers import naive_answer
+from tiny_model import MODEL, VOCABULARY, prompt
 
 make_rig = pytest.fixture(rigs)
 

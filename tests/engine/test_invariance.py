@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_rig import CONFIG, EngineRig, tiny_model
+from engine_rig import EngineRig
 from kvtier.config import parse_config
 from kvtier.errors import ConfigError
 from kvtier_bench.gpu.measuring.models import random_weights
@@ -24,6 +24,7 @@ from kvtier_engine.model.paged_kv import allocate_kv, kv_namespace
 from kvtier_engine.model.products import BASE, InvariantProducts
 from kvtier_kernels import AttentionBatch, Scoring, paged_attention, paged_attention_reference
 from kvtier_kernels.attention import attention_cpu_tiles, attention_cpu_trial
+from tiny_model import CONFIG, tiny_model
 
 Result = tuple[dict[int, Tensor], Tensor]
 LENGTH = 330

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine_process import EngineProcess, engine_process, until
-from engine_rig import TOKENS_PER_BLOCK, EngineRig, MakeRig, prompt, rigs
+from engine_rig import TOKENS_PER_BLOCK, EngineRig, MakeRig, rigs
 from events_listener import CPU, GPU, MEDIA, STORAGE, Listener, endpoint, replay_endpoint
 from kvtier.config import parse_config
 from kvtier.config.events import EventsConfig
@@ -23,6 +23,7 @@ from kvtier_engine.events import event_form
 from kvtier_engine.events.event_form import DEVICE_PLACE, DISK_PLACE, external_hash
 from kvtier_engine.events.kv_events import KVEvents
 from kvtier_engine.events.publisher import EventPublisher
+from tiny_model import prompt
 
 FIXTURE = Path(__file__).parents[1] / "golden" / "kv_events.hex"
 """One batch of each kind of event, byte for byte: `tests/vllm/test_own_events.py` has vLLM make the same one."""

@@ -2,9 +2,10 @@
 
 import pytest
 
-from engine_rig import MakeRig, judge, prompt, rigs
+from engine_rig import MakeRig, judge, rigs
 from hierarchy_rig import Held, pool_tier
 from kvtier.tiers.base import Tier
+from tiny_model import prompt
 
 make_rig = pytest.fixture(rigs)
 pool = pytest.fixture(pool_tier)

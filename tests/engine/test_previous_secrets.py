@@ -3,10 +3,11 @@
 import pytest
 
 from clock_rig import StillClock
-from engine_rig import TOKENS_PER_BLOCK, EngineRig, MakeRig, judge, prompt, rigs
+from engine_rig import TOKENS_PER_BLOCK, EngineRig, MakeRig, judge, rigs
 from hierarchy_rig import pool_tier
 from kvtier.identity.keys import BlockHasher, PrefixHasher, PreviousHasher, tenant_id
 from kvtier.tiers.base import Tier
+from tiny_model import prompt
 
 make_rig = pytest.fixture(rigs)
 pool = pytest.fixture(pool_tier)

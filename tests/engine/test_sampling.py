@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
-from engine_rig import CONFIG, MODEL, TOKENS_PER_BLOCK, MakeRig, judge, prompt, rigs
+from engine_rig import TOKENS_PER_BLOCK, MakeRig, judge, rigs
 from kvtier.errors import InvalidInputError
 from kvtier_engine.model.llama import Chunk
 from kvtier_engine.model.paged_kv import allocate_kv
 from kvtier_engine.scheduling.request import Request
 from kvtier_engine.scheduling.sampling import _adjusted, sample
 from kvtier_engine.scheduling.sampling_params import Sampling
+from tiny_model import CONFIG, MODEL, prompt
 
 make_rig = pytest.fixture(rigs)
 ONE_IN_A_MILLION = 13.8

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine_rig import MODEL, EngineRig, MakeRig, judge, prompt, rigs
+from engine_rig import EngineRig, MakeRig, judge, rigs
 from hierarchy_rig import Held, pool_tier
 from kvtier.tiers.base import Tier
 from kvtier_engine.model.llama import LlamaModel
 from kvtier_engine.model.paged_kv import PagedKV
+from tiny_model import MODEL, prompt
 
 make_rig = pytest.fixture(rigs)
 pool = pytest.fixture(pool_tier)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine_rig import CONFIG, PATIENCE_S, TOKENS_PER_BLOCK, EngineRig, MakeRig, RunningEngine, judge, prompt, rigs
+from engine_rig import PATIENCE_S, TOKENS_PER_BLOCK, EngineRig, MakeRig, RunningEngine, judge, rigs
 from hierarchy_rig import pool_tier
 from kvtier.config import parse_config
 from kvtier.errors import ClosedError, ConfigError, InvalidInputError, LimitExceededError
@@ -18,6 +18,7 @@ from kvtier_engine.model.paged_kv import PagedKV
 from kvtier_engine.scheduling.completion import Completion
 from kvtier_engine.scheduling.engine import Engine, EngineLimits
 from kvtier_engine.scheduling.sampling_params import Sampling
+from tiny_model import CONFIG, prompt
 
 make_rig = pytest.fixture(rigs)
 pool = pytest.fixture(pool_tier)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine_rig import MODEL, EngineRig, MakeRig, judge, prompt, rigs
+from engine_rig import EngineRig, MakeRig, judge, rigs
 from kvtier_engine.model.paged_kv import PagedKV
+from tiny_model import MODEL, prompt
 
 make_rig = pytest.fixture(rigs)
 

@@ -11,17 +11,7 @@ import pytest
 import torch
 
 from clock_rig import StillClock
-from engine_rig import (
-    CONFIG,
-    NAMESPACE,
-    TOKENS_PER_BLOCK,
-    WINDOWED_CONFIG,
-    WINDOWED_MODEL,
-    EngineRig,
-    MakeRig,
-    prompt,
-    rigs,
-)
+from engine_rig import NAMESPACE, TOKENS_PER_BLOCK, EngineRig, MakeRig, rigs
 from hierarchy_rig import Held, pool_tier
 from kvtier.identity.keys import BlockHasher, BlockKey, PrefixHasher, PreviousHasher, rank_keys, tenant_id
 from kvtier.offload import BlockStatus
@@ -36,6 +26,7 @@ from kvtier_engine.scheduling.fetch_planning import FetchPlanning
 from kvtier_engine.scheduling.request import NO_BLOCK, Request, keys_of_groups
 from kvtier_engine.scheduling.sampling_params import Sampling
 from naive_answers import naive_answer
+from tiny_model import CONFIG, WINDOWED_CONFIG, WINDOWED_MODEL, prompt
 
 make_any_rig = pytest.fixture(rigs)
 pool = pytest.fixture(pool_tier)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_rig import CONFIG, TOKENS_PER_BLOCK, tiny_model
+from engine_rig import TOKENS_PER_BLOCK
 from kvtier.device.batched_dma import BatchedDma
 from kvtier.device.kv import Blocks
 from kvtier.device.pinned_memory import pins_read_only
@@ -20,6 +20,7 @@ from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.paged_kv import PagedKV, allocate_kv
 from kvtier_kernels.records import LossyCodec
 from kvtier_kernels.selfcheck.command import run_checks
+from tiny_model import CONFIG, tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine_rig import CONFIG, TOKENS_PER_BLOCK, VOCABULARY, tiny_model
+from engine_rig import TOKENS_PER_BLOCK
 from kvtier.config import parse_config
 from kvtier.config.engine import EngineConfig
 from kvtier.device.kv import HostMemoryKV
@@ -29,6 +29,7 @@ from kvtier_engine.scheduling.engine import EngineLimits
 from kvtier_kernels import AttentionBatch, LayerAttention, SharedPrefixes
 from kvtier_kernels.records import LossyCodec
 from kvtier_kernels.tiles import prefill_splits
+from tiny_model import CONFIG, VOCABULARY, tiny_model
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 triton = pytest.importorskip("triton")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
 
 from kvtier_bench.gpu.resources import command as resources_module  # noqa: E402
 from kvtier_bench.gpu.resources.candidates import decode_candidates  # noqa: E402

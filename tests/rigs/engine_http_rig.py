@@ -15,12 +15,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from engine_process import NO_KEEP_ALIVE
-from engine_rig import MODEL, PATIENCE_S, VOCABULARY, EngineRig, RunningEngine
+from engine_rig import PATIENCE_S, EngineRig, RunningEngine
 from kvtier_engine.api.server import Server
 from kvtier_engine.model.llama import Chunk
 from kvtier_engine.model.paged_kv import PagedKV
 from kvtier_engine.text.detokenizer import BYTE_OF_CHARACTER
 from kvtier_engine.text.tokenizer import ChatTokenizer
+from tiny_model import MODEL, VOCABULARY
 
 MAX_TOTAL_TOKENS = 500
 _BYTES = [*dict.fromkeys("éä日😀".encode() + string.ascii_letters.encode())][:VOCABULARY]

@@ -3,10 +3,8 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
 from prometheus_client import CollectorRegistry
 
 from kvtier.device.block_pool import BlockPool
@@ -34,7 +32,6 @@ from kvtier_engine.model.kv_groups import KVGroups
 from kvtier_engine.model.llama import LlamaModel
 from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.paged_kv import PagedKV, allocate_kv
-from kvtier_engine.model.weights import LayerWeights, LlamaWeights
 from kvtier_engine.scheduling.completion import Completion, NewToken
 from kvtier_engine.scheduling.engine import Engine, EngineLimits
 from kvtier_engine.scheduling.fetch_planning import FetchPlanning, PendingPolicy
@@ -45,55 +42,11 @@ from kvtier_engine.scheduling.request import Request
 from kvtier_engine.scheduling.sampling_params import Sampling
 from kvtier_engine.scheduling.scheduler import Scheduler, SchedulerSettings
 from kvtier_engine.scheduling.windowed_blocks import WindowedBlocks
+from tiny_model import CONFIG, MODEL
 
 TOKENS_PER_BLOCK = 4
-VOCABULARY = 61
-CONFIG = ModelConfig(
-    vocab_size=VOCABULARY,
-    hidden_size=24,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=512,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    tie_word_embeddings=False,
-    eos_token_ids=(),
-)
-WINDOWED_CONFIG = replace(CONFIG, num_hidden_layers=3, sliding_window=10, windowed_layers=(True, False, True))
-"""Two of three layers see ten tokens: blocks are of one layer, and a token has three."""
 PATIENCE_S = 20.0
 NAMESPACE = NamespaceId(b"e" * 16)
-
-
-def tiny_model(seed: int = 3, config: ModelConfig = CONFIG) -> LlamaModel:
-    """Random float32 weights. Answers depend on every token before them."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-
-    hidden, heads, kv_heads = CONFIG.hidden_size, CONFIG.num_attention_heads, CONFIG.num_key_value_heads
-    layer = [
-        LayerWeights(
-            input_norm=torch.ones(hidden),
-            qkv=2 * random((heads + 2 * kv_heads) * CONFIG.head_dim, hidden),
-            attention_output=2 * random(hidden, heads * CONFIG.head_dim),
-            pre_mlp_norm=torch.ones(hidden),
-            gate_up=random(2 * CONFIG.intermediate_size, hidden),
-            down=random(hidden, CONFIG.intermediate_size),
-        )
-        for _ in range(config.num_hidden_layers)
-    ]
-    embedding, lm_head = random(VOCABULARY, hidden) * 4, random(VOCABULARY, hidden) * 4
-    return LlamaModel(config, LlamaWeights(embedding, tuple(layer), torch.ones(hidden), lm_head))
-
-
-MODEL = tiny_model()
-WINDOWED_MODEL = tiny_model(config=WINDOWED_CONFIG)
 
 
 class HeldDevice:
@@ -353,10 +306,6 @@ class RunningEngine:
         assert not self._thread.is_alive()
         self.engine.close()  # idempotent
         assert bool(self._failures) == self._fails, self._failures
-
-
-def prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, VOCABULARY, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def judge(tokens: Sequence[int], max_tokens: int = 6) -> tuple[int, ...]:

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
-from engine_rig import CONFIG, MODEL, TOKENS_PER_BLOCK
+from engine_rig import TOKENS_PER_BLOCK
 from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.paged_kv import allocate_kv
 from kvtier_engine.scheduling.beam_search import BeamSearch
 from kvtier_engine.scheduling.request import Request
 from kvtier_engine.scheduling.sampling import sample
 from kvtier_engine.scheduling.sampling_params import Sampling
+from tiny_model import CONFIG, MODEL
 
 _NUM_BLOCKS = CONFIG.max_position_embeddings // TOKENS_PER_BLOCK
 

@@ -185,7 +185,7 @@ def _decode_kernel(
     low = tl.zeros([], tl.int32)
     if own_starts is not None:
         low = tl.load(own_starts + seq)
-    # Runs of whole tiles, so that only the first one begins and only the last one ends inside a tile. Those beyond
+    # Runs of whole tiles, so that only the first one begins and only the last one ends inside a tile. Runs beyond
     # it are empty.
     first = low
     if WINDOW is not None:

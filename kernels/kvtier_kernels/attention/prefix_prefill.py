@@ -167,7 +167,7 @@ def plan_prefill(
     elif num_splits is None:
         seen = batch.window and batch.window + tile_tokens
         max_keys = min(bound for bound in (room, batch.max_seq_len, seen) if bound is not None)
-        # Of tiles there are no fewer than this, and no more than programs are started for.
+        # There are at least so many tiles, and no more than programs are started for.
         num_programs = max(num_seqs, -(-num_tokens // tile_tokens)) * num_kv_heads
         num_splits = prefill_splits(num_programs, max_keys, num_multiprocessors(query.device))
     elif not 1 <= num_splits <= 1024:
@@ -223,7 +223,7 @@ def _prefill_kernel(
         all_from = tl.cdiv(tl.maximum(before + last - (WINDOW - 1), 0), KEYS) * KEYS
     all_to = tl.maximum(before + first + 1, 0) // KEYS * KEYS
     stop = before + last + 1
-    # Runs of whole tiles of keys, so that only the last one ends inside a tile. Those beyond it are empty.
+    # Runs of whole tiles of keys, so that only the last one ends inside a tile. Runs beyond it are empty.
     begin = low // KEYS * KEYS
     run = tl.cdiv(tl.cdiv(tl.maximum(stop - begin, 0), num_splits), KEYS) * KEYS
     begin += split * run

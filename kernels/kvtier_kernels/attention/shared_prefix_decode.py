@@ -219,7 +219,7 @@ def _shared_kernel(
     head = kv_head * GROUP + row % GROUP
     out_rows = (seq * (NUM_KV_HEADS * GROUP) + head) * num_states + split
     num_keys = tl.load(group_keys + group)
-    # Runs of whole tiles, so that only the last one ends inside a tile. Those beyond it are empty.
+    # Runs of whole tiles, so that only the last one ends inside a tile. Runs beyond it are empty.
     num_runs = tl.minimum(tl.cdiv(tl.maximum(num_keys, 1), run_keys), tl.num_programs(1))
     run = tl.cdiv(tl.cdiv(num_keys, num_runs), KEYS) * KEYS
     begin = split * run

@@ -55,7 +55,7 @@ class PoolServer:
                 ("grpc.server_handshake_timeout_ms", round(_HANDSHAKE_S * 1000)),
                 ("grpc.max_connection_idle_ms", round(_IDLE_S * 1000)),
             ),
-            # Of these, calls beyond the threads are those that nobody has asked yet whose they are.
+            # Calls beyond the threads are those that nobody has asked yet whose they are.
             maximum_concurrent_rpcs=2 * places.num_threads,
             compression=grpc.Compression.NoCompression,
         )

@@ -1,15 +1,12 @@
 """What is planned once per step launches what checking every call does; and the benchmark of what that saves."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
 
 from kvtier_bench.gpu.resources import launch_costs
 from kvtier_bench.gpu.resources.compiling import kernel_modules

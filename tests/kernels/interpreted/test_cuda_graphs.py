@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine_rig import CONFIG, TOKENS_PER_BLOCK, tiny_model
+from engine_rig import TOKENS_PER_BLOCK
 from kvtier.errors import ConfigError
 from kvtier_engine.model import cuda_graphs
 from kvtier_engine.model.cuda_graphs import with_cuda_graphs
 from kvtier_engine.model.llama import LlamaModel
 from kvtier_engine.model.paged_kv import allocate_kv
+from tiny_model import CONFIG, tiny_model
 
 REAL_GRAPH = torch.cuda.graph
 

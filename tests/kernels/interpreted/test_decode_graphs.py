@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_rig import CONFIG, TOKENS_PER_BLOCK, VOCABULARY, EngineRig, judge, prompt, tiny_model
+from engine_rig import TOKENS_PER_BLOCK, EngineRig, judge
 from kvtier_engine.model import decode_graphs, llama
 from kvtier_engine.model.decode_graphs import GraphedModel, graph_sizes
 from kvtier_engine.model.llama import Chunk
 from kvtier_engine.model.paged_kv import PagedKV, allocate_kv
 from kvtier_kernels import SharedPrefixes, launching, tiles
 from kvtier_kernels.attention import layer_attention
+from tiny_model import CONFIG, VOCABULARY, prompt, tiny_model
 
 MAX_SEQS, MAX_SEQ_LEN = 8, 40
 NUM_BLOCKS = 96

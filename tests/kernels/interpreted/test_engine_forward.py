@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_rig import CONFIG, TOKENS_PER_BLOCK, VOCABULARY, WINDOWED_CONFIG, WINDOWED_MODEL, tiny_model
+from engine_rig import TOKENS_PER_BLOCK
 from kvtier_engine.model import llama
 from kvtier_engine.model.kv_groups import KVGroups
 from kvtier_engine.model.llama import Chunk
@@ -16,6 +16,7 @@ from kvtier_engine.model.paged_kv import PagedKV, allocate_kv
 from kvtier_engine.scheduling.request import NO_BLOCK
 from kvtier_kernels import SharedPrefixes
 from kvtier_kernels.attention import layer_attention, paged_decode
+from tiny_model import CONFIG, VOCABULARY, WINDOWED_CONFIG, WINDOWED_MODEL, tiny_model
 
 WINDOW = WINDOWED_CONFIG.sliding_window or 0
 TOLERANCE = 1e-3

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from attention_rig import Case, Inputs, kernel_error_bound, make_inputs, quantised, scored, windowed
-from engine_rig import CONFIG
 from kvtier_bench.gpu.measuring.models import random_weights
 from kvtier_engine.model import llama
 from kvtier_engine.model.decode_graphs import GraphedModel
@@ -24,6 +23,7 @@ from kvtier_kernels.attention.paged_attention import attend_with_triton
 from kvtier_kernels.attention.prefix_prefill import prefix_prefill
 from kvtier_kernels.invariant.linear import ProductTile, invariant_linear, product_tile
 from kvtier_kernels.invariant.rms_norm import MAX_WIDTH, invariant_rms_norm
+from tiny_model import CONFIG
 
 LENGTH, SCALE = 70, 0.2
 """Keys, more than a tile of them, of a sequence of which some queries are new."""

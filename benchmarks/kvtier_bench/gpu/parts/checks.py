@@ -92,7 +92,7 @@ def tests(setting: Setting) -> Case:
         return Case(name, "checks", detail="there is no CUDA device: not run")
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", str(_TESTS / "kernels" / "test_cuda.py")]
     command += ["--deselect", "tests/kernels/test_cuda.py::test_every_kernel_agrees_with_its_reference"]
-    # Of pytest's plug-ins only what these tests need: others that are installed there may not go with this pytest.
+    # Only those of pytest's plug-ins are loaded that these tests need: others there may not go with this pytest.
     command += ["-p", "pytest_timeout"]
     # Unbuffered, a line for each test: what is stopped comes to no summary.
     environ = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}

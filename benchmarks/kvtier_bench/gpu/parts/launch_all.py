@@ -58,7 +58,7 @@ def _run(checks: Sequence[tuple[str, Check]], deadline: float) -> int:
 def _device() -> torch.device:
     if os.environ.get("TRITON_INTERPRET") != "1":
         return torch.device("cuda", torch.cuda.current_device())
-    # Of the checkout's tests: as it comes, the interpreter computes otherwise than a GPU.
+    # The rig is the checkout's tests': as it comes, the interpreter computes otherwise than a GPU.
     importlib.import_module("interpreter_rig").install()
     return torch.device("cpu")
 

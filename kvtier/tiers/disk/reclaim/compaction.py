@@ -140,7 +140,7 @@ class Compactor:
         num_pages = sum(map(pages_of, _lengths(records)))
         with self._buffers.lend(num_pages * PAGE) as memory:
             with state.lock:
-                # Those that are still there now: a later discard has a later epoch than their copies.
+                # Only what is still there now is taken: a later discard has a later epoch than the copies.
                 alive = np.flatnonzero(state.rows_at(segment.number, records, tags) >= 0)
                 if not len(alive) or state.purging[tenant]:
                     return None

@@ -204,7 +204,7 @@ class SegmentSet:
             spare_bytes = segment.spare_pages * PAGE
             return segment.in_flight > 0 or spare_bytes <= self.wanted_bytes(segment.id.tenant, capacity_bytes)
 
-        # Those above are few: their tenants have more than a fair share, or came when there were fewer.
+        # Segments with more room than a fair share are few: their tenants came when there were fewer, or have more.
         least = share_bytes(capacity_bytes, max(1, len(self._of))) // PAGE
         found = self._roomiest.first(is_fair, below=-least)
         return self._segments[found[1]] if found is not None else None
