@@ -3,18 +3,15 @@
 import datetime
 import re
 import ssl
-from pathlib import Path
-
-from kvtier.net.certificates import read_pem
 
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _UTC_TIME, _VERSION = 0x17, 0xA0
 
 
-def validity_of_certificate(path: Path) -> tuple[datetime.datetime, datetime.datetime] | None:
-    """Returns when the first certificate of a file begins and ends; None for a file without one that can be read: who
-    loads it says what it is then. Raises `ConfigError` when the file cannot be read."""
-    found = _PEM.search(read_pem(path).decode(errors="replace"))
+def validity_of_certificate(pem: bytes) -> tuple[datetime.datetime, datetime.datetime] | None:
+    """Returns when the first certificate of a file's bytes begins and ends; None where there is none that can be read:
+    whoever loads it says what it is then."""
+    found = _PEM.search(pem.decode(errors="replace"))
     if found is None:
         return None
     try:

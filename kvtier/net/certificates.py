@@ -1,16 +1,18 @@
 """Certificates and keys in PEM files: checked when they are read, and read again when they were renewed."""
 
+import datetime
 import logging
 import os
 import ssl
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
 from kvtier.errors import ConfigError
+from kvtier.net.certificate_validity import validity_of_certificate
 from kvtier.system.quiet_log import QuietLog
 
 _log = logging.getLogger(__name__)
@@ -65,7 +67,10 @@ class Renewed(Generic[_T]):
             try:
                 stamp = tuple(map(_stamp, self._paths))  # before reading: a change meanwhile is seen next time
                 if self._made is None or self._made[0] != stamp:
-                    self._made = (stamp, self._make())
+                    made = self._make()
+                    if self._made is not None:
+                        _require_validity(self._paths)
+                    self._made = (stamp, made)
             except ConfigError as error:
                 if self._made is None:
                     raise
@@ -154,6 +159,14 @@ def _require_use_by_servers(context: ssl.SSLContext, certificate: Path) -> None:
             return  # e.g. it has expired, which is told elsewhere, and may be mended while the pool runs
         except ssl.SSLError:
             return
+
+
+def _require_validity(paths: Iterable[Path]) -> None:
+    """Raises `ConfigError` for a certificate that has ended: nobody who renews one means that."""
+    for path in paths:
+        validity = validity_of_certificate(read_pem(path))
+        if validity is not None and validity[1] <= datetime.datetime.now(datetime.UTC):
+            raise ConfigError(f"tls: {path} expired at {validity[1]:%Y-%m-%d %H:%M} UTC; renew it (docs/tls.md)")
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

@@ -119,6 +119,8 @@ class Store:
         statuses, found = self._look_up(keys, counts=counts)
         if counts:
             self._metrics.count_looked_up(found, len(keys))
+            if absent := statuses.count(Status.MISS):
+                self.counts.count(tenant_of(keys[0]), num_misses=absent)
         return statuses
 
     @contextmanager

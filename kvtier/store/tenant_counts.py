@@ -15,7 +15,9 @@ class Counts:
     """Numbers of blocks since the start."""
 
     num_hits: int = 0
+    """Blocks that were read."""
     num_misses: int = 0
+    """Blocks that were looked up or read, and were not there: engines read only what they have found."""
     num_full: int = 0
     """Blocks that were not written, for want of room that may be freed."""
     num_throttled: int = 0

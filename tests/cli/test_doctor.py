@@ -181,6 +181,17 @@ def test_a_socket_of_another_user(public_folder: Path, tmp_path: Path) -> None:
         found.tells("disk.directory", f"user {AN_OTHER_USER} may not enter the folders above")
 
 
+def test_a_pool_that_refuses_the_certificate_of_an_engine(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    authority.issue("pool", "127.0.0.1")
+    authority.issue("engine", "engine.example", valid_days=-1)
+    more = "tls_certificate = 'pool.pem'\ntls_key = 'pool.key'\ntls_client_ca = 'authority.pem'"
+    with running(pool_file(tmp_path, more)) as pool:
+        tls = "tls_ca = 'authority.pem'\ntls_certificate = 'engine.pem'\ntls_key = 'engine.key'"
+        found = diagnosed(engine_file(tmp_path, pool.block, tls))
+        found.tells(f"pool.address {pool.block}", "the pool refuses this engine's certificate (certificate expired)")
+
+
 def test_an_expired_certificate(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     authority.issue("pool", "127.0.0.1", valid_days=-1)

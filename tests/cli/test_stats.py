@@ -20,6 +20,7 @@ from kvtier.tiers.base import Usage
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.gauges import MemoryGauges, RankMemory
 from kvtier_engine.scheduling.completion import Completion
+from kvtier_engine.scheduling.compute_times import Computed
 from kvtier_engine.scheduling.metrics import EngineMetrics
 
 MIB = 1 << 20
@@ -39,7 +40,8 @@ def test_an_engine() -> None:
     engine.ttft_seconds.observe(0.1)
     engine.ttft_seconds.observe(0.3)
     engine.cold_ttft_seconds.observe(0.3)
-    engine.cold_prompt_tokens.inc(200)
+    engine.book(Computed((150, 50, 1), 0.201, is_pure=True))
+    engine.book(Computed((900,), 99.0, is_pure=False))
     tiers.tier_blocks.labels("pool", "lookup", "hit").inc(30)
     tiers.tier_blocks.labels("pool", "lookup", "miss").inc(10)
     tiers.tier_blocks.labels("pool", "read", "hit").inc(28)
@@ -60,7 +62,7 @@ def test_an_engine() -> None:
     first, saved = facts.first_token, facts.saved
     assert (first.all_s, first.cold_s, first.hit_s) == (pytest.approx(0.2), pytest.approx(0.3), pytest.approx(0.1))
     assert saved is not None
-    assert (saved.tokens, saved.seconds) == (750, pytest.approx(750 * 0.3 / 200))
+    assert (saved.tokens, saved.seconds) == (750, pytest.approx(750 * 0.2 / 200))
     pool, disk = facts.tiers["pool"], facts.tiers["disk"]
     assert (pool.looked_up, pool.found, disk.looked_up) == (40, 30, None)
     assert (pool.read_hits, pool.read_misses, pool.read_bytes_per_s) == (28, 2, 4e9)

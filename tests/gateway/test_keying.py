@@ -127,7 +127,7 @@ def test_the_pages_of_engines() -> None:
 def test_prices_follow_what_engines_count() -> None:
     def page(seconds: float, tokens: int, fetch_s: float, nbytes: int) -> bytes:
         return (
-            f"kvtier_engine_cold_ttft_seconds_sum {seconds}\nkvtier_engine_cold_prompt_tokens_total {tokens}\n"
+            f"kvtier_engine_prompt_seconds_total {seconds}\nkvtier_engine_computed_prompt_tokens_total {tokens}\n"
             f'kvtier_path_seconds_total{{op="read",path="shm"}} {fetch_s}\n'
             f'kvtier_path_bytes_total{{op="read",path="shm"}} {nbytes}\n'
             f'kvtier_path_bytes_total{{op="write",path="shm"}} 1e12\n'

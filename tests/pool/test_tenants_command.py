@@ -68,6 +68,7 @@ def test_what_the_command_lists(tmp_path: Path) -> None:
         assert tier.write(items(range(200)))[-1] in (WriteStatus.STORED, WriteStatus.FULL)
         buffers = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(200)]
         statuses = tier.read(keys(range(200)), buffers)
+        assert tier.lookup(keys(range(200, 210))) == [Status.MISS] * 10
         tier.close()
         pid = str(pool.service.process.pid)
         code, out, err = run("list", "--pid", pid, "--json")
@@ -75,7 +76,7 @@ def test_what_the_command_lists(tmp_path: Path) -> None:
         report = json.loads(out)
         red, blue = report["tenants"]["red"], report["tenants"]["blue"]
         num_hits = statuses.count(Status.HIT)
-        assert (red["num_hits"], red["num_misses"]) == (num_hits, 200 - num_hits)
+        assert (red["num_hits"], red["num_misses"]) == (num_hits, 200 - num_hits + 10)
         assert red["tiers"]["memory"] == {"num_blocks": num_hits, "used_bytes": num_hits * BLOCK_BYTES}
         assert red["quota"]["memory"]["cap_bytes"] == 8 << 20
         assert (blue["num_hits"], blue["tiers"]["memory"]["num_blocks"]) == (0, 0)

@@ -52,6 +52,8 @@ def test_renewed_certificates_count_from_the_next_connection_on(tmp_path: Path, 
         assert '"authority"' in issuer(), "the new key is not there yet"
         served.key.write_bytes(new_key)
         assert '"successor"' in issuer()
+        successor.issue("server", "127.0.0.1", valid_days=-1)
+        assert '"successor"' in issuer(), "what has expired replaces nothing"
         if old is not None:
             old.lookup([make_key("x")], WAIT_S)
             old.close()

@@ -6,6 +6,7 @@ from pathlib import Path
 from kvtier.cli.doctor.lines import Level, Line
 from kvtier.config.certificate_findings import day_of, ending_certificate
 from kvtier.net.certificate_validity import validity_of_certificate
+from kvtier.net.certificates import read_pem
 
 
 def certificate_lines(key: str, path: Path) -> Iterable[Line]:
@@ -14,6 +15,6 @@ def certificate_lines(key: str, path: Path) -> Iterable[Line]:
 
     :param key: that names it, with dots.
     """
-    validity = validity_of_certificate(path)
+    validity = validity_of_certificate(read_pem(path))
     if validity is not None and not list(ending_certificate(key, path)):
         yield Line(Level.OK, key, f"the certificate {path} holds until {day_of(validity[1])}")

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import ssl
 from pathlib import Path
 
 from kvtier.cli.doctor.lines import Level, Line
@@ -22,7 +23,8 @@ def failure_line(config: Config, tenant: str, address: str, failure: Exception, 
     :param effect: what comes of it.
     """
     below = failure.__cause__
-    error = below if isinstance(below, OSError) and not isinstance(failure, OSError) else failure
+    explains_itself = isinstance(failure, OSError | UnauthenticatedError)
+    error = below if isinstance(below, OSError) and not explains_itself else failure
     found, remedy = _explained(config, tenant, address, error)
     return Line(level, f"pool.address {address}", found, effect, remedy)
 
@@ -30,6 +32,8 @@ def failure_line(config: Config, tenant: str, address: str, failure: Exception, 
 def _explained(config: Config, tenant: str, address: str, error: BaseException) -> tuple[str, str]:
     """What was found, and what to do."""
     if isinstance(error, UnauthenticatedError):
+        if isinstance(error.__cause__, ssl.SSLError):
+            return str(error), ""
         token = config.pool_token(tenant)
         if token is None:
             return f"the pool refuses the certificate: {error}", ""

@@ -120,9 +120,9 @@ def saved_of(kind: str, samples: Samples, rate: HitRate) -> Saved | None:
         return None
     tokens = sum(rate.by_tier.values())
     spent_s, computed = 0.0, 0.0
-    if kind == ENGINE:  # what a whole prompt took, waiting included
-        spent_s = samples.total(f"{_COLD}_sum")
-        computed = samples.total("kvtier_engine_cold_prompt_tokens_total")
+    if kind == ENGINE:
+        spent_s = samples.total("kvtier_engine_prompt_seconds_total")
+        computed = samples.total("kvtier_engine_computed_prompt_tokens_total")
     elif kind == VLLM:
         spent_s = samples.total("vllm:request_prefill_time_seconds_sum")
         computed = rate.asked - tokens

@@ -138,6 +138,11 @@ def is_full(answer: object) -> bool:
     return isinstance(answer, redis.exceptions.OutOfMemoryError)
 
 
+def takes_no_writes(answer: object) -> bool:
+    """Whether the server says that it has no room, or that it is a replica: what it has can be read all the same."""
+    return is_full(answer) or isinstance(answer, redis.exceptions.ReadOnlyError)
+
+
 def _shut_down(connection: Any) -> None:
     """Ends whatever another thread does with the connection's socket.
 

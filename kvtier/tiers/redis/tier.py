@@ -59,8 +59,8 @@ class RedisTier:
     No call takes longer than `call_timeout_s`, however many batches it is split into; what did not come in
     time is MISS or FAILED. After some failures in a row a server is left alone: its keys are answered MISS and
     FAILED at once, until a probe succeeds; other nodes of a Cluster go on. Failures are counted in `io_errors` by
-    exception (`BreakerOpen` for servers not asked, `Moved` for values that a Cluster was moving), and logged when a
-    server's breaker opens and closes.
+    exception (`BreakerOpen` for servers not asked, `Moved` for values that a Cluster was moving, `ReadOnly` for blocks
+    that a replica refused), and logged when a server's breaker opens and closes.
     Every block is verified against the key asked for; what does not hold is a MISS, is counted in
     `corrupt_blocks` and dropped there.
 
@@ -138,7 +138,7 @@ class RedisTier:
         with self._guard:
             deadline = MONOTONIC() + self._call_timeout_s
             self._each("read", reader.names, [len(buffer) for buffer in into], reader.read_firsts, deadline)
-            self._count_moved("read", reader.read_parts(self._servers, deadline))
+            self._count_blocks("read", "Moved", reader.read_parts(self._servers, deadline))
             self._unlink("read", reader.to_drop, deadline)
         for place in reader.hits:
             statuses[place] = Status.HIT
@@ -184,7 +184,7 @@ class RedisTier:
             deadline = MONOTONIC() + self._call_timeout_s
             self._caps.forget(keys, deadline)  # first: what others write from now on is entered again, and counts
             moved = self._servers.each("discard", discards.names, [0] * len(keys), discards.work, deadline)
-            self._count_moved("discard", moved)
+            self._count_blocks("discard", "Moved", moved)
             self._unlink("discard", discards.parts, deadline)
         return discards.num_removed
 
@@ -235,10 +235,11 @@ class RedisTier:
         """Writes blocks that their tenants may have."""
         writer = BlockWriter(items, key_names([key for key, _, _ in items]), self._form)
         self._each("write", writer.names, [len(payload) for _, payload, _ in items], writer.write_small, deadline)
-        self._count_moved("write", writer.write_large(self._servers, deadline))
+        self._count_blocks("write", "Moved", writer.write_large(self._servers, deadline))
         self._unlink("write", writer.to_drop, deadline)
+        self._count_blocks("write", "ReadOnly", len(writer.read_only))
         if writer.refusal:
-            self._refused.warning(f"tier {self._name}: is full: {writer.refusal}")
+            self._refused.warning(f"tier {self._name}: takes no more blocks: {writer.refusal}")
         return writer.statuses
 
     def _evict(self, small: Sequence[StoreKey], others: Sequence[StoreKey], deadline: float) -> None:
@@ -277,7 +278,7 @@ class RedisTier:
             return moved + [num_first + place for place in (work(talk, rest) if rest else ())]
 
         num_moved = self._servers.each(op, [*discards.names, *names], [*[0] * num_first, *sizes], both, deadline)
-        self._count_moved(op, num_moved)
+        self._count_blocks(op, "Moved", num_moved)
         self._unlink(op, discards.parts, deadline)
         if self._servers.have_answered and self._is_first():
             self._look_at_policy(deadline)
@@ -330,9 +331,9 @@ class RedisTier:
                 raise self._clients.translated(answer)
         return [ServerMemory.parse(of_server) for of_server in answers]
 
-    def _count_moved(self, op: str, count: int) -> None:
+    def _count_blocks(self, op: str, error: str, count: int) -> None:
         if count:
-            self._metrics.io_errors.labels(self._name, op, "Moved").inc(count)
+            self._metrics.io_errors.labels(self._name, op, error).inc(count)
 
 
 def _drop(names: Sequence[bytes], talk: Conversation, places: list[int]) -> list[int]:

@@ -162,7 +162,7 @@ class Scheduler:
             num_tokens, planned, computed, sampled=bool(sampled), is_arriving=is_arriving
         )
         if booked is not None:
-            self._metrics.forward_seconds.inc(booked.seconds)
+            self._metrics.book(booked)
             if booked.is_pure:
                 if self._waiting_order is not None:
                     self._waiting_order.note_computed(booked.num_tokens, booked.seconds)

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 
 _NAMES = {
-    "kvtier_engine_cold_ttft_seconds_sum": "compute_s",
-    "kvtier_engine_cold_prompt_tokens_total": "computed_tokens",
+    "kvtier_engine_prompt_seconds_total": "compute_s",
+    "kvtier_engine_computed_prompt_tokens_total": "computed_tokens",
     "vllm:request_prefill_time_seconds_sum": "compute_s",
     "vllm:request_prefill_kv_computed_tokens_sum": "computed_tokens",
     "kvtier_path_seconds_total": "fetch_s",

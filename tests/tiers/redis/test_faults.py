@@ -153,7 +153,7 @@ def test_a_server_that_has_become_a_replica_refuses_writes_only(server: RedisSer
         assert read_blocks(tier, KEYS[:2], BLOCK_BYTES) == PAYLOADS[:2]
         assert tier.write(items(3)[2:]) == [WriteStatus.FAILED]
         assert tier.discard(KEYS[:1]) == 0
-        assert errors(metrics, "write", "UnavailableError") == 1
+        assert errors(metrics, "write", "ReadOnly") == 1
         client.config_set("replica-serve-stale-data", "no")
         assert tier.lookup(KEYS[:1]) == [Status.MISS]
         assert errors(metrics, "lookup", "UnavailableError") == 1

@@ -225,7 +225,7 @@ def test_a_full_server_that_does_not_evict_refuses_writes_and_nothing_else(
         payload if status is WriteStatus.STORED else None
         for (_, payload, _), status in zip(batch, statuses, strict=True)
     ]
-    assert [r for r in caplog.records if "is full: OOM" in r.message]
+    assert [r for r in caplog.records if "takes no more blocks: OOM" in r.message]
     assert all_errors(metrics) == []
     server.limit(0)
     assert tier.write(batch[63:]) == [WriteStatus.STORED]
@@ -296,11 +296,19 @@ def test_settings_that_cannot_be(wrong: dict[str, float]) -> None:
 def test_a_replica_that_takes_no_writes_is_told(
     server: RedisServer, client: redis.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
+    metrics = Metrics()
+    tier = connect(server.url, metrics=metrics)
+    assert set(tier.write(items(2))) == {WriteStatus.STORED}
     client.execute_command("REPLICAOF", "127.0.0.1", "1")
-    tier = connect(server.url)
     with caplog.at_level(logging.WARNING):
-        tier.lookup(KEYS)
-    tier.close()
+        for place in range(100, 108):
+            assert set(tier.write([summed(make_key(place), make_payload(place, BLOCK_BYTES))])) == {WriteStatus.FAILED}
+            assert read_blocks(tier, KEYS[:2], BLOCK_BYTES) == PAYLOADS[:2], "its breaker is closed"
+        later = connect(server.url)
+        later.lookup(KEYS)
+    for each in (tier, later):
+        each.close()
+    assert len([record for record in caplog.records if "takes no more blocks: READONLY" in record.getMessage()]) == 1
     assert any("is a replica, which takes no writes" in record.getMessage() for record in caplog.records)
     (look,) = look_at(server.url, RedisSettings(), 5.0)
     assert look.memory.warning(ttl=False) == "is a replica, which takes no writes: name the server that it follows"
