@@ -8,6 +8,7 @@ from kvtier.config import Config
 from kvtier.config.places import require_addresses_apart, require_writable_file, why_nothing_can_be_made_in
 from kvtier.errors import ConfigError
 from kvtier.net.address import UNIX_PREFIX
+from kvtier.tiers.disk.medium.folder import require_usable_folder
 from kvtier_pool.admissions import tier_admission
 from kvtier_pool.listener import SocketAccess
 
@@ -31,6 +32,8 @@ def place_attempts(config: Config) -> list[Callable[[], object]]:
     if table.record_trace is not None:
         file = config.references.path(table.record_trace)
         attempts.append(partial(require_writable_file, config, "pool_service.record_trace", file, is_renamed=True))
+    if table.disk_dir is not None:
+        attempts.append(partial(require_usable_folder, config.references.path(table.disk_dir)))
     if table.redis_url:
         attempts.append(partial(require_redis_address, config))
         attempts.append(partial(tier_admission, "redis_admission", table.redis_admission, None))

@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -123,19 +124,37 @@ def test_a_full_disk_and_too_little_memory(tmp_path: Path) -> None:
     diagnosed(pool_file(tmp_path, "disk_dir = 'disk'")).tells("holds other files", "name an empty or new folder")
 
 
-def test_a_file_system_without_room(tmp_path: Path) -> None:
-    folder = tmp_path / "disk"
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of 64 KiB with a disk tier in it."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True, timeout=20).returncode:
         pytest.skip("needs the right to mount: root, outside of a container without CAP_SYS_ADMIN")
     try:
         (folder / "kvtier-disk-tier").write_text("kvtier disk tier, format 2\n")
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True, timeout=20)
+
+
+def test_a_file_system_without_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as folder:
         (folder / "00000001.segment").write_bytes(bytes(60 << 10))
         found = diagnosed(pool_file(tmp_path, "disk_dir = 'disk'\ndisk_reserve_bytes = 0"))
         found.tells("pool_service.disk_dir", "tmpfs", "No space left on device", "free the file system")
-    finally:
-        subprocess.run(["umount", str(folder)], check=True, timeout=20)
+
+
+def test_a_file_system_that_takes_no_writes(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as folder:
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True, timeout=20)
+        file = pool_file(tmp_path, "disk_dir = 'disk'\ndisk_reserve_bytes = 0")
+        diagnosed(file).tells("pool_service.disk_dir", "tmpfs, which is mounted read-only", "remount it")
+        command = [sys.executable, "-m", "kvtier.cli.main"]
+        checked = subprocess.run([*command, "config", "check", file], capture_output=True, text=True, timeout=60)
+        assert (checked.returncode, "Read-only file system" in checked.stdout) == (1, True), checked
+        looked = subprocess.run([*command, "fsck", str(folder)], capture_output=True, text=True, timeout=60)
+        assert looked.returncode == 0, looked
 
 
 def test_a_redis_with_another_password(tmp_path: Path) -> None:

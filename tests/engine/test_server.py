@@ -148,6 +148,7 @@ def test_what_is_no_request_at_all(engine: EngineProcess) -> None:
         (engine.client.post("/v1/completions", content=b"[" * 100_000), 400),
         (engine.client.post("/v1/completions", content=b'{"prompt": "half a surrogate: \\ud800"}'), 400),
         (engine.client.post("/v1/completions", json={"prompt": "a" * 2**23}), 413),
+        (engine.client.post("/v1/completions", json={"prompt": "a"}, headers={"Content-Encoding": "gzip"}), 415),
         (engine.client.get("/v1/completions"), 405),
         (engine.client.get("/v2"), 404),
         (engine.client.post("/v1/completions/", json={"prompt": "a"}), 404),

@@ -69,13 +69,13 @@ BAD_BODIES: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     ),
     "pictures": (
         "/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
-        "messages[0].content", "valid string",
+        "messages[0].content", "parts of type text only",
     ),
     "audio": ("/v1/chat/completions", {"messages": HELLO, "audio": {}}, 400, "audio", "no value only"),
     "a picture beside text": (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
-        400, "messages[0].content", "valid string",
+        400, "messages[0].content", "parts of type text only",
     ),
     "likeliest tokens of a chat": (
         "/v1/chat/completions", {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs", "only with logprobs = true"

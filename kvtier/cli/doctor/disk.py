@@ -14,7 +14,7 @@ from kvtier.config.findings import nearest_existing, obtainable_bytes, size_word
 from kvtier.errors import ConfigError
 from kvtier.memory.pages import map_memory
 from kvtier.tiers.disk.medium.files import PROBE, OsFiles, supports_direct
-from kvtier.tiers.disk.medium.folder import MARKER, require_format, require_no_strangers
+from kvtier.tiers.disk.medium.folder import MARKER, is_read_only, require_format, require_no_strangers
 
 _PROBE_BYTES = 16 << 20
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -110,6 +110,9 @@ def _not_made_yet(settings: FolderSettings, there: Path) -> Line:
 
 def _not_permitted(key: str, folder: Path, what: str) -> Line:
     found = os.stat(folder)
+    if is_read_only(folder):
+        text = f"{folder} is on {_file_system(folder)}, which is mounted read-only"
+        return Line(Level.PROBLEM, key, text, "nothing starts with it", "look for errors of the drive; remount it")
     return Line(
         Level.PROBLEM,
         key,

@@ -87,7 +87,10 @@ class PoolConnection:
                 connection.max_pin_s = greeting.number("max_pin_ms") / 1000
         except TimeoutError:
             connection.close()
-            raise TimeoutError("connected, but no greeting in time; is this what the pool calls `listen`?") from None
+            raise TimeoutError(
+                "connected, but no greeting in time; is this what the pool calls `listen`, and has it connections left "
+                "(max_connections)?"
+            ) from None
         except BaseException:
             connection.close()
             raise

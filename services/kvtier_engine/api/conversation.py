@@ -94,14 +94,14 @@ class ToolCall(_Strict):
 
 
 def _as_text(content: Any) -> Any:
-    """Parts that are all text as one text, with line breaks between them as in vLLM; anything else as it is."""
-    if not isinstance(content, list) or not content:
+    """Parts that are all text as one text, with line breaks between them as in vLLM; what is no list as it is."""
+    if not isinstance(content, list):
         return content
     for part in content:
         if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
-            return content
+            raise PydanticCustomError("parts", "this engine takes parts of type text only, each with its text")
         if not isinstance(part["text"], str):
-            return content
+            raise PydanticCustomError("parts", "the text of a part must be a string")
     return "\n".join(part["text"] for part in content)
 
 

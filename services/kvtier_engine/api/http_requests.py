@@ -51,7 +51,7 @@ class ApiError(Exception):
 async def parse_body(http: HttpRequest, kind: type[Body], most_bytes: int) -> Body:
     """The request's body.
 
-    :raises ApiError: no JSON, too long, or not what `kind` says; names the first wrong parameter.
+    :raises ApiError: no JSON, too long, packed, or not what `kind` says; names the first wrong parameter.
     """
     data = await _read(http, most_bytes)
     try:
@@ -74,6 +74,8 @@ async def _read(http: HttpRequest, most_bytes: int) -> bytes:
     """One that no request needs is refused before it takes memory, and minutes to tokenise: where its headers say how
     long it is, before it is read."""
     too_long = ApiError(413, f"the body is longer than {most_bytes:,} bytes, more than one request can use here")
+    if http.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise ApiError(415, "Content-Encoding: send the body as it is")
     if int(http.headers.get("Content-Length", 0)) > most_bytes:
         raise too_long
     body = bytearray()
@@ -116,7 +118,7 @@ def _answer_api_error(remedies: Remedies) -> Callable[[HttpRequest, Exception], 
         assert isinstance(error, ApiError)
         if error.remedy is not None:
             remedies.tell(error.remedy)
-        kind = _EarlyAnswer if error.status == 413 else JSONResponse
+        kind = _EarlyAnswer if error.status in (413, 415) else JSONResponse
         return kind(error.body, error.status)
 
     return answer

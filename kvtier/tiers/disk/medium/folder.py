@@ -109,7 +109,7 @@ def require_usable_folder(path: Path) -> None:
     try:
         if path.is_dir():
             if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+                raise _refusal(path)
             if (path / MARKER).exists():
                 require_format(path)
             else:
@@ -119,9 +119,20 @@ def require_usable_folder(path: Path) -> None:
         if not there.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
         if not os.access(there, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+            raise _refusal(there)
     except OSError as error:
         raise _unusable(path, error) from error
+
+
+def _refusal(path: Path) -> OSError:
+    """Why a folder that is there cannot be written: its file system is mounted so, or this user may not."""
+    number = errno.EROFS if is_read_only(path) else errno.EACCES
+    return OSError(number, os.strerror(number), str(path))
+
+
+def is_read_only(path: Path) -> bool:
+    """Whether the file system of what is there takes no writes."""
+    return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
@@ -129,13 +140,14 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
 
 
 def _take(path: Path, make: bool) -> int:
-    """The locked marker's descriptor."""
+    """The locked marker's descriptor. Without `make` nothing is written, on a file system that is read-only, too."""
     require_no_strangers(path, may_be_empty=make)
-    fd = os.open(path / MARKER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(path / MARKER, (os.O_RDWR | os.O_CREAT if make else os.O_RDONLY) | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A shared lock is one that NFS gives for a file that is open for reading; owners have an exclusive one.
+        fcntl.flock(fd, (fcntl.LOCK_EX if make else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         text = os.pread(fd, 256, 0)
-        if text:
+        if text or not make:
             _check(path, text)
         else:
             os.pwrite(fd, _MARKER_TEXT, 0)
