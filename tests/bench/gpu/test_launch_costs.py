@@ -1,7 +1,6 @@
 """What is planned once per step launches what checking every call does; and the benchmark of what that saves."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -56,9 +55,8 @@ def test_later_layers_launch_what_every_call_by_itself_would(num_seqs: int, new:
     assert layers == [expected] * 3
 
 
-def test_the_benchmark_has_a_row_for_each_way(tmp_path: Path) -> None:
-    file = tmp_path / "costs.json"
-    assert launch_costs.main(["--calls", "2", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())["cases"]
+def test_the_benchmark_has_a_row_for_each_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch_costs.main(["--calls", "2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["cases"]
     assert len(rows) == 6
     assert all(row["p50_us"] > 0 and row["floor"] == "every call by itself" for row in rows)

@@ -10,7 +10,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -121,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(prog="python -m kvtier_bench.gpu.resources.launch_costs", description=__doc__)
     parser.add_argument("--calls", type=int, default=1000, help="in each of nine rounds (1000)")
-    parser.add_argument("--json", type=Path, help="also write all of it there")
+    parser.add_argument("--json", action="store_true", help="print JSON, with the table on standard error")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     report("What the host takes for one layer", list(cases(options.calls)), as_json=options.json)
