@@ -33,7 +33,7 @@ def ending_certificate(key: str, path: Path) -> Iterable[Finding]:
 
     :param key: that names it, with dots.
     """
-    validity, now = validity_of_certificate(read_pem(path)), datetime.datetime.now(datetime.UTC)
+    validity, now = validity_of_certificate(read_pem((key, path))), datetime.datetime.now(datetime.UTC)
     if validity is None:
         return
     begin, end = validity

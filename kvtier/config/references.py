@@ -57,8 +57,12 @@ class References:
         named = [self.folder / text.removeprefix("file:") for text in references if text.startswith("file:")]
         return [*([self.file] if self.file is not None else []), *named]
 
-    def error_about(self, key: str, text: str) -> ConfigError:
-        """Returns an error about a key, which names the variable that has set it, or else the file."""
+    def name_of(self, key: str) -> str:
+        """What errors call a key: behind the variable that has set it, or else the file."""
         variable = OVERRIDE_PREFIX + key.partition("[")[0].upper().replace(".", "__")
         source = f"environment variable {variable}" if variable in self.environ else self.source
-        return ConfigError(f"{source}: {key}: {text}")
+        return f"{source}: {key}"
+
+    def error_about(self, key: str, text: str) -> ConfigError:
+        """Returns an error about a key, by its name (`name_of`)."""
+        return ConfigError(f"{self.name_of(key)}: {text}")

@@ -24,7 +24,7 @@ def pool_tls(config: Config) -> TlsFiles | None:
                 "(docs/tls.md), leave out this way, or set pool.insecure = true where you trust the network",
             )
         return None
-    return _files(config, pool.tls_certificate, pool.tls_key, pool.tls_ca)
+    return _files(config, "pool", pool.tls_certificate, pool.tls_key, pool.tls_ca)
 
 
 def pool_service_tls(config: Config) -> TlsFiles | None:
@@ -34,22 +34,41 @@ def pool_service_tls(config: Config) -> TlsFiles | None:
         raise config.references.error_about(
             "pool_service.tls_client_ca", "a server needs a certificate, too: set tls_certificate and tls_key"
         )
-    return _files(config, service.tls_certificate, service.tls_key, service.tls_client_ca)
+    return _files(
+        config, "pool_service", service.tls_certificate, service.tls_key, service.tls_client_ca, ca_key="tls_client_ca"
+    )
 
 
 def gateway_tls(config: Config) -> TlsFiles | None:
     """The gateway's files for TLS towards clients; None without TLS."""
-    return _files(config, config.gateway.tls_certificate, config.gateway.tls_key)
+    return _files(config, "gateway", config.gateway.tls_certificate, config.gateway.tls_key)
 
 
 def engine_tls(config: Config) -> TlsFiles | None:
     """The files of `kvtier engine` for TLS; None without TLS."""
-    return _files(config, config.engine.tls_certificate, config.engine.tls_key)
+    return _files(config, "engine", config.engine.tls_certificate, config.engine.tls_key)
 
 
-def _files(config: Config, certificate: Path | None, key: Path | None, ca: Path | None = None) -> TlsFiles | None:
+def gateway_engine_tls(config: Config) -> TlsFiles | None:
+    """The CA of the gateway's engines; None where it is one that the system knows."""
+    return _files(config, "gateway", None, None, config.gateway.engine_tls_ca, ca_key="engine_tls_ca")
+
+
+def _files(
+    config: Config,
+    table: str,
+    certificate: Path | None,
+    key: Path | None,
+    ca: Path | None = None,
+    *,
+    ca_key: str = "tls_ca",
+) -> TlsFiles | None:
     """None where none of them is set."""
     if certificate is None and key is None and ca is None:
         return None
-    certificate, key, ca = (None if path is None else config.references.path(path) for path in (certificate, key, ca))
-    return TlsFiles(certificate=certificate, key=key, ca=ca)
+    references = config.references
+    certificate, key, ca = (None if path is None else references.path(path) for path in (certificate, key, ca))
+    of_certificate, of_key, of_ca = (
+        references.name_of(f"{table}.{name}") for name in ("tls_certificate", "tls_key", ca_key)
+    )
+    return TlsFiles(certificate=certificate, key=key, ca=ca, names=(of_certificate, of_key, of_ca))

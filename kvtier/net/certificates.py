@@ -7,7 +7,7 @@ import ssl
 import stat
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
@@ -16,10 +16,12 @@ from kvtier.net.certificate_validity import validity_of_certificate
 from kvtier.system.quiet_log import QuietLog
 
 _log = logging.getLogger(__name__)
-_Stamp = tuple[tuple[int, int, int], ...]
-"""Inode, size and time of change of each file."""
+_Stamp = tuple[tuple[int, int, int] | None, ...]
+"""Inode, size and time of change of each file; None of one that is not there."""
+NamedFile = tuple[str, Path]
+"""What errors call a file, and where it is."""
 _T = TypeVar("_T")
-_NOT_FOR_SERVERS = 26
+_NOT_FOR_THIS = 26
 """X509_V_ERR_INVALID_PURPOSE."""
 
 
@@ -33,15 +35,22 @@ class TlsFiles:
     """The private key of `certificate`, not encrypted."""
     ca: Path | None = None
     """CAs that sign peers' certificates. A server that has it takes no client without such a certificate."""
+    names: tuple[str, str, str] = field(default=("tls_certificate", "tls_key", "tls_ca"), compare=False)
+    """What errors call the three, in the order of the fields."""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
-            given, missing = ("tls_certificate", "tls_key") if self.certificate else ("tls_key", "tls_certificate")
-            raise ConfigError(f"{given} without {missing}: TLS needs a certificate and its key, set both or neither")
+            given, missing = self.names[:2] if self.certificate else self.names[1::-1]
+            raise ConfigError(
+                f"{given}: needs {missing.rpartition('.')[2]}, too: TLS has a certificate and its key, set both or "
+                "neither"
+            )
 
     @property
-    def paths(self) -> list[Path]:
-        return [path for path in (self.certificate, self.key, self.ca) if path is not None]
+    def named(self) -> list[NamedFile]:
+        """Names and paths of the files that there are."""
+        paths = (self.certificate, self.key, self.ca)
+        return [(name, path) for name, path in zip(self.names, paths, strict=True) if path is not None]
 
 
 class Renewed(Generic[_T]):
@@ -51,9 +60,9 @@ class Renewed(Generic[_T]):
     certificate has been replaced and its key not yet.
     """
 
-    def __init__(self, paths: Sequence[Path], make: Callable[[], _T]) -> None:
+    def __init__(self, files: Sequence[NamedFile], make: Callable[[], _T]) -> None:
         """:param make: raises `ConfigError` when the files are no good."""
-        self._paths = paths
+        self._files = files
         self._make = make
         self._warn = QuietLog(_log)
         self._lock = threading.Lock()
@@ -65,11 +74,13 @@ class Renewed(Generic[_T]):
         """Raises `ConfigError` when there is none yet and the files are no good."""
         with self._lock:
             try:
-                stamp = tuple(map(_stamp, self._paths))  # before reading: a change meanwhile is seen next time
+                stamp = tuple(
+                    _stamp(path) for _, path in self._files
+                )  # before reading: a change meanwhile is seen next time
                 if self._made is None or self._made[0] != stamp:
                     made = self._make()
                     if self._made is not None:
-                        _require_validity(self._paths)
+                        _require_validity(self._files)
                     self._made = (stamp, made)
             except ConfigError as error:
                 if self._made is None:
@@ -81,8 +92,7 @@ class Renewed(Generic[_T]):
 def server_context(files: TlsFiles) -> ssl.SSLContext:
     """Makes the context of accepted connections; with `files.ca` only clients whose certificate holds are let in."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, files)
-    if files.certificate is not None:
-        _require_use_by_servers(context, files.certificate)
+    _require_use(files, by_servers=True)
     context.num_tickets = 0  # a client that never reads would have them reset its connection
     if files.ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
@@ -91,16 +101,20 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
     """Makes the context of connections to servers whose certificate `files.ca` has signed, for the name in use."""
-    return _context(ssl.PROTOCOL_TLS_CLIENT, files)
+    context = _context(ssl.PROTOCOL_TLS_CLIENT, files)
+    _require_use(files, by_servers=False)
+    return context
 
 
-def read_pem(path: Path) -> bytes:
+def read_pem(file: NamedFile) -> bytes:
     """Raises `ConfigError` when it is no file, or cannot be read."""
-    _stat(path)
+    name, path = file
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # reading a FIFO would wait for a writer, for ever
+            raise ConfigError(f"{name}: {path} is no file: name a PEM file")
         return path.read_bytes()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise ConfigError(f"{name}: cannot read {path}: {error.strerror or error}") from error
 
 
 def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
@@ -108,81 +122,84 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET
     context.hostname_checks_common_name = False
-    for path in files.paths:
-        read_pem(path)  # what `ssl` raises does not name the file
-    if files.certificate is not None and files.key is not None:
-        _load_pair(context, files.certificate, files.key)
+    for file in files.named:
+        read_pem(file)  # what `ssl` raises does not name the file
+    _load_pair(context, files)
     if files.ca is not None:
         try:
             context.load_verify_locations(files.ca)
         except OSError as error:  # of which ssl.SSLError is one
-            raise ConfigError(f"tls: {files.ca} holds no CA certificate in PEM: {error}") from error
+            raise ConfigError(f"{files.names[2]}: {files.ca} holds no CA certificate in PEM: {error}") from error
     return context
 
 
-def _load_pair(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+def _load_pair(context: ssl.SSLContext, files: TlsFiles) -> None:
+    """Loads the certificate and its key, if there are any."""
+    certificate, key = files.certificate, files.key
+    if certificate is None or key is None:
+        return
+    of_certificate, of_key, _ = files.names
+
     def refuse() -> NoReturn:  # instead of asking whoever sits at the terminal
-        raise ConfigError(f"tls: the key {key} is encrypted; store it without: openssl pkey -in {key} -out NEW")
+        raise ConfigError(f"{of_key}: {key} is encrypted; store it without: openssl pkey -in {key} -out NEW")
 
     try:
         context.load_cert_chain(certificate, key, refuse)
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            raise ConfigError(f"tls: the key {key} is not that of {certificate}; were both renewed?") from error
-        raise ConfigError(f"tls: {certificate} or {key} is not PEM with a certificate and its key: {error}") from error
-    except OSError as error:
-        raise _unreadable(certificate, error) from error
+    except OSError as error:  # of which ssl.SSLError is one
+        if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(f"{of_key}: {key} is not the key of {certificate}; were both renewed?") from error
+        raise ConfigError(
+            f"{of_certificate}: {certificate} or {key} is not PEM with a certificate and its key: {error}"
+        ) from error
 
 
-def _require_use_by_servers(context: ssl.SSLContext, certificate: Path) -> None:
-    """Raises `ConfigError` when the certificate says what it is for, and that is no server: every client refuses it.
+def _require_use(files: TlsFiles, *, by_servers: bool) -> None:
+    """Raises `ConfigError` when the certificate says what it is for, and that is not this: every peer refuses it.
 
-    `ssl` reads no such field by itself: a client in memory, which trusts this very certificate, is shown it.
+    `ssl` reads no such field by itself: a peer in memory, which trusts this very certificate, is shown it.
     """
-    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname = False
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    client.load_verify_locations(certificate)
+    if files.certificate is None:
+        return
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    for context in (server, client):
+        _load_pair(context, files)
+    judge = client if by_servers else server
+    judge.verify_mode = ssl.CERT_REQUIRED
+    judge.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    judge.load_verify_locations(files.certificate)
     asking, answering = ssl.MemoryBIO(), ssl.MemoryBIO()
-    sides = client.wrap_bio(answering, asking), context.wrap_bio(asking, answering, server_side=True)
-    for side in (*sides, sides[0]):  # hello, certificate, and what the client thinks of it
+    ends = client.wrap_bio(answering, asking), server.wrap_bio(asking, answering, server_side=True)
+    for end in (*ends, *ends):  # each says hello, shows its certificate, and hears what the other one thinks of it
         try:
-            side.do_handshake()
+            end.do_handshake()
         except ssl.SSLWantReadError:
             continue
         except ssl.SSLCertVerificationError as error:
-            if error.verify_code == _NOT_FOR_SERVERS:
+            if error.verify_code == _NOT_FOR_THIS:
+                who, use, peers = (
+                    ("servers", "serverAuth", "client") if by_servers else ("clients", "clientAuth", "server")
+                )
                 raise ConfigError(
-                    f"tls: {certificate} is not for servers: its extendedKeyUsage lacks serverAuth, and every client "
-                    "refuses it; issue it with serverAuth, or without that field (docs/tls.md)"
+                    f"{files.names[0]}: {files.certificate} is not for {who}: its extendedKeyUsage lacks {use}, and "
+                    f"every {peers} refuses it; issue it with {use}, or without that field (docs/tls.md)"
                 ) from error
-            return  # e.g. it has expired, which is told elsewhere, and may be mended while the pool runs
+            return  # e.g. it has expired, which is told elsewhere, and may be mended while the service runs
         except ssl.SSLError:
             return
 
 
-def _require_validity(paths: Iterable[Path]) -> None:
+def _require_validity(files: Iterable[NamedFile]) -> None:
     """Raises `ConfigError` for a certificate that has ended: nobody who renews one means that."""
-    for path in paths:
-        validity = validity_of_certificate(read_pem(path))
+    for name, path in files:
+        validity = validity_of_certificate(read_pem((name, path)))
         if validity is not None and validity[1] <= datetime.datetime.now(datetime.UTC):
-            raise ConfigError(f"tls: {path} expired at {validity[1]:%Y-%m-%d %H:%M} UTC; renew it (docs/tls.md)")
+            raise ConfigError(f"{name}: {path} expired at {validity[1]:%Y-%m-%d %H:%M} UTC; renew it (docs/tls.md)")
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
-    found = _stat(path)
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _stat(path: Path) -> os.stat_result:
+def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
         found = os.stat(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if not stat.S_ISREG(found.st_mode):  # reading a FIFO would wait for a writer, for ever
-        raise ConfigError(f"tls: {path} is no file: name a PEM file")
-    return found
-
-
-def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"tls: cannot read {path}: {error.strerror or error}")
+    except OSError:  # whoever reads it says why
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

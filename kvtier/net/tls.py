@@ -38,7 +38,7 @@ class ServerTls:
     def __init__(self, files: TlsFiles) -> None:
         """Reads nothing yet: see `check`. With `files.ca`, clients need a certificate."""
         self._files = files
-        self._contexts = Renewed(files.paths, partial(server_context, files))
+        self._contexts = Renewed(files.named, partial(server_context, files))
 
     def check(self) -> None:
         """Raises `ConfigError` when the files are no good."""
@@ -77,7 +77,7 @@ class ClientTls:
         """
         self.files = files
         self.server_name = server_name
-        self._contexts = Renewed(files.paths, partial(client_context, files))
+        self._contexts = Renewed(files.named, partial(client_context, files))
 
     def check(self) -> None:
         """Raises `ConfigError` when the files are no good."""

@@ -16,8 +16,8 @@ from kvtier.cli.stats.samples import reachable
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.config.gateway import DNS_PREFIX, GatewayEngineConfig
-from kvtier.config.tls_files import pool_tls
-from kvtier.net.certificates import TlsFiles, client_context
+from kvtier.config.tls_files import gateway_engine_tls, pool_tls
+from kvtier.net.certificates import client_context
 from kvtier.net.tls import client_tls
 from kvtier_gateway.engines.page import takes_tenants
 
@@ -41,8 +41,8 @@ def gateway_looks(config: Config, file: Path | None) -> Iterable[Look]:
 def _engines(config: Config) -> Iterable[Line]:
     """Asks every engine as the gateway does; of a name with several addresses, whichever answers."""
     engines = config.gateway.engines
-    ca = config.gateway.engine_tls_ca
-    context = ssl.create_default_context() if ca is None else client_context(TlsFiles(ca=config.references.path(ca)))
+    files = gateway_engine_tls(config)
+    context = ssl.create_default_context() if files is None else client_context(files)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvtier-doctor-engine") as threads:
         problems = list(threads.map(partial(_problem_of, context), engines))
     works = sum(problem is None for problem in problems)

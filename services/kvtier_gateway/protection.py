@@ -7,10 +7,10 @@ from kvtier.config import Config
 from kvtier.config.accepted import accepted_api_keys
 from kvtier.config.gateway import GatewayConfig
 from kvtier.config.places import require_addresses_apart
-from kvtier.config.tls_files import gateway_tls, pool_tls
+from kvtier.config.tls_files import gateway_engine_tls, gateway_tls, pool_tls
 from kvtier.errors import ConfigError
 from kvtier.net.address import is_loopback
-from kvtier.net.certificates import TlsFiles, client_context
+from kvtier.net.certificates import client_context
 from kvtier.net.tls import client_tls, server_tls
 
 
@@ -27,8 +27,8 @@ def start_attempts(config: Config) -> list[Callable[[], object]]:
     ]
     if table.engine_token is not None:
         attempts.append(partial(config.references.secret, "gateway.engine_token", table.engine_token))
-    if table.engine_tls_ca is not None:
-        attempts.append(partial(client_context, TlsFiles(ca=config.references.path(table.engine_tls_ca))))
+    if (engine_files := gateway_engine_tls(config)) is not None:
+        attempts.append(partial(client_context, engine_files))
     if table.tokenizer is not None:
         attempts.append(partial(_require_tokenizer, config))
     attempts += [partial(config.chain_secret, name) for name, tenant in tenants if tenant.secret is not None]

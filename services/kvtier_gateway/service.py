@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.config.accepted import gateway_files
-from kvtier.config.tls_files import gateway_tls
+from kvtier.config.tls_files import gateway_engine_tls, gateway_tls
 from kvtier.errors import ConfigError
 from kvtier.net.address import reason_of
 from kvtier.net.certificates import Renewed, TlsFiles, client_context, server_context
@@ -169,11 +169,8 @@ class GatewayService:
 
     def _session(self) -> aiohttp.ClientSession:
         """What requests to engines go over. Their number is bounded by that of clients."""
-        table = self._config.gateway
-        ca = table.engine_tls_ca
-        tls: ssl.SSLContext | bool = True
-        if ca is not None:
-            tls = client_context(TlsFiles(ca=self._config.references.path(ca)))
+        table, files = self._config.gateway, gateway_engine_tls(self._config)
+        tls: ssl.SSLContext | bool = True if files is None else client_context(files)
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=tls, ttl_dns_cache=10),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=table.connect_timeout_s),
@@ -202,7 +199,7 @@ class GatewayService:
 def renewing_context(files: TlsFiles) -> ssl.SSLContext:
     """A server's context that takes renewed files from the next connection on. Raises `ConfigError` when the files are
     no good."""
-    contexts = Renewed(files.paths, partial(server_context, files))
+    contexts = Renewed(files.named, partial(server_context, files))
     first = contexts.current()
 
     def take_newest(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:

@@ -18,9 +18,10 @@ class Status:
     def __init__(
         self, registry: Collector, fleet: Fleet, health: Callable[[], web.Response], *, shows_tenants: bool
     ) -> None:
-        """:param shows_tenants: whether `/metrics` has series of single tenants and API keys, and not only totals."""
+        """:param shows_tenants: whether `/metrics` has series of single tenants and API keys, and not only totals, and
+        `/engines` says which tenants an engine serves."""
         self._metrics = registry if shows_tenants else Totals(registry, ("tenant", "key"))
-        self._fleet, self._health = fleet, health
+        self._fleet, self._health, self._shows_tenants = fleet, health, shows_tenants
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers one request; HEAD as GET, without the text."""
@@ -30,6 +31,6 @@ class Status:
         if path == "/healthz":
             return self._health()
         if path == "/engines":
-            listed = [described(engine) for engine in self._fleet.engines]
+            listed = [described(engine, shows_tenants=self._shows_tenants) for engine in self._fleet.engines]
             return web.Response(body=to_json({"engines": listed}), content_type="application/json")
         return web.Response(status=404, text="try /healthz, /metrics or /engines\n")

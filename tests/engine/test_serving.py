@@ -37,6 +37,13 @@ def test_idle_connections_take_no_more_descriptors_than_there_are(
             newcomer.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert newcomer.recv(4096).startswith(b"HTTP/1.1 200 ")
             assert [line for line in lines if line][-1] == "data: [DONE]"
+        upgrade = {
+            "Connection": "Upgrade",
+            "Upgrade": "websocket",
+            "Sec-WebSocket-Key": "a2V5",
+            "Sec-WebSocket-Version": "13",
+        }
+        assert engine.client.get("/health", headers=upgrade).status_code == 200, "an offer that a server may leave"
         # The last of them may have been accepted a moment ago, and are about to be cut.
         until(lambda: len(list(Path(f"/proc/{engine.process.pid}/fd").iterdir())) < 400)
         engine.process.send_signal(signal.SIGTERM)
@@ -44,6 +51,7 @@ def test_idle_connections_take_no_more_descriptors_than_there_are(
     assert err.count("256 clients of the engine are connected: idle ones are cut, or new ones refused") == 1
     assert len(err.splitlines()) < 30
     assert "Traceback" not in err
+    assert "pip install" not in err, "uvicorn's advice for WebSockets, which nothing here speaks"
 
 
 def test_the_limit_on_open_files_is_raised_as_far_as_it_goes() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -14,7 +15,8 @@ from aiohttp.test_utils import make_mocked_request
 from prometheus_client import CollectorRegistry
 
 from kvtier.config import parse_config
-from kvtier.config.gateway import GatewayConfig
+from kvtier.config.gateway import GatewayConfig, GatewayEngineConfig
+from kvtier_gateway.engines.engine import Engine
 from kvtier_gateway.http.api_errors import ApiError
 from kvtier_gateway.keys import ApiKeys, Client
 from kvtier_gateway.metrics import GatewayMetrics
@@ -144,7 +146,8 @@ def test_figures_of_tenants_and_keys_are_not_for_whoever_reaches_the_status_port
     metrics.requests.labels("blue", "200").inc(3)
     metrics.refusals.labels("alice", "429").inc()
     is_shown = shows_tenants(GatewayConfig(status_listen=listen, metrics_access=access))
-    fleet: Any = None
+    engine = Engine("http://127.0.0.1:1", GatewayEngineConfig(url="http://127.0.0.1:1", tenants=["red"]))
+    fleet: Any = SimpleNamespace(engines=[engine])
     status = Status(metrics.registry, fleet, web.Response, shows_tenants=is_shown)
     answer: Any = asyncio.run(status.answer(make_mocked_request("GET", "/metrics")))
     page = answer.body.decode()
@@ -153,3 +156,5 @@ def test_figures_of_tenants_and_keys_are_not_for_whoever_reaches_the_status_port
         shown,
         not shown,
     )
+    answer = asyncio.run(status.answer(make_mocked_request("GET", "/engines")))
+    assert ("red" in answer.body.decode()) == shown

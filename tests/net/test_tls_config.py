@@ -11,11 +11,11 @@ from cryptography.hazmat.primitives import serialization
 from certificates import Authority
 from kvtier.config import Config, parse_config
 from kvtier.config.accepted import accepted_certificates, accepted_tokens
-from kvtier.config.tls_files import pool_service_tls, pool_tls
+from kvtier.config.tls_files import gateway_engine_tls, pool_service_tls, pool_tls
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import tenant_id
-from kvtier.net.certificates import Renewed, TlsFiles, client_context, server_context
-from kvtier.net.tls import ClientTls
+from kvtier.net.certificates import Renewed, TlsFiles, client_context, read_pem, server_context
+from kvtier.net.tls import ClientTls, client_tls, server_tls
 from kvtier.tiers.pool.grpc_transport import GrpcTransport
 from kvtier.tiers.pool.socket_transport import SocketTransport
 from pool_rig import TENANTS, TOKENS, running_pool
@@ -51,8 +51,8 @@ def test_a_certificate_stands_for_the_token(tmp_path: Path) -> None:
         ({"tls_certificate": "e.pem", "tls_key": "e.key"}, "pool.tls_certificate: needs tls_ca"),
         ({"tls_key": "e.key"}, "pool.tls_key: needs tls_ca"),
         ({"tls_server_name": "pool"}, "pool.tls_server_name: needs tls_ca"),
-        ({"tls_ca": "ca.pem", "tls_key": "e.key"}, "tls_key without tls_certificate"),
-        ({"tls_ca": "ca.pem", "tls_certificate": "e.pem"}, "tls_certificate without tls_key"),
+        ({"tls_ca": "ca.pem", "tls_key": "e.key"}, r"k\.toml: pool\.tls_key: needs tls_certificate, too"),
+        ({"tls_ca": "ca.pem", "tls_certificate": "e.pem"}, r"pool\.tls_certificate: needs tls_key, too"),
     ],
 )
 def test_an_engine_s_half_of_a_configuration(tmp_path: Path, pool: dict[str, str], message: str) -> None:
@@ -76,7 +76,7 @@ def test_no_engine_sends_its_token_over_a_network_in_the_clear(address: str) -> 
 @pytest.mark.parametrize(
     ("service", "tenant", "message"),
     [
-        ({"tls_certificate": "p.pem"}, {}, "tls_certificate without tls_key"),
+        ({"tls_certificate": "p.pem"}, {}, r"pool_service\.tls_certificate: needs tls_key, too"),
         ({"tls_client_ca": "ca.pem"}, {}, "pool_service.tls_client_ca: .* set tls_certificate and tls_key"),
         (
             {},
@@ -122,14 +122,14 @@ def encrypted(pem: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("missing certificate", "cannot read .*pool.pem: No such file"),
-        ("missing key", "cannot read .*pool.key: No such file"),
-        ("missing ca", "cannot read .*authority.pem: No such file"),
-        ("another key", "pool.key is not that of .*pool.pem"),
+        ("missing certificate", "tls_certificate: cannot read .*pool.pem: No such file"),
+        ("missing key", "tls_key: cannot read .*pool.key: No such file"),
+        ("missing ca", "tls_(client_)?ca: cannot read .*authority.pem: No such file"),
+        ("another key", "tls_key: .*pool.key is not the key of .*pool.pem"),
         ("encrypted key", "pool.key is encrypted"),
         ("no certificate", "pool.pem or .*pool.key is not PEM"),
         ("no key", "pool.pem or .*pool.key is not PEM"),
-        ("no ca", "authority.pem holds no CA certificate"),
+        ("no ca", "tls_(client_)?ca: .*authority.pem holds no CA certificate"),
         ("FIFO certificate", "pool.pem is no file"),
         ("FIFO key", "pool.key is no file"),
         ("FIFO ca", "authority.pem is no file"),
@@ -158,9 +158,23 @@ def test_files_that_are_no_good_are_named(tmp_path: Path, broken: str, message: 
         GrpcTransport("127.0.0.1:1", TOKENS["red"], tls=ClientTls(files))
 
 
+def test_errors_name_the_key_of_a_file_and_where_it_stands(tmp_path: Path) -> None:
+    """An operator with three tables of TLS files looks for the one that is wrong."""
+    pool = {"tls_ca": "none.pem"}
+    with pytest.raises(ConfigError, match=r"^k\.toml: pool\.tls_ca: cannot read .*none\.pem: No such file"):
+        client_tls(pool_tls(parse(tmp_path, pool=pool)), None)
+    service = {"tls_certificate": "p.pem", "tls_key": "p.key", "tls_client_ca": "none.pem"}
+    pair = Authority(tmp_path).issue("p", "127.0.0.1")
+    assert pair.certificate == tmp_path / "p.pem"
+    with pytest.raises(ConfigError, match=r"^k\.toml: pool_service\.tls_client_ca: cannot read .*none\.pem"):
+        server_tls(pool_service_tls(parse(tmp_path, pool_service=service)))
+    with pytest.raises(ConfigError, match=r"^k\.toml: gateway\.engine_tls_ca: cannot read .*none\.pem"):
+        client_tls(gateway_engine_tls(parse(tmp_path, gateway={"engine_tls_ca": "none.pem"})), None)
+
+
 def test_what_was_made_last_stays_until_the_files_can_be_used(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    renewed = Renewed([path], lambda: int(path.read_text()))
+    renewed = Renewed([("tls_key", path)], lambda: int(read_pem(("tls_key", path))))
     with pytest.raises(ConfigError, match="cannot read"):
         renewed.current()
     path.write_text("1")

@@ -316,7 +316,7 @@ def test_version_1_2_still_does(block: str, site: Site) -> None:
 
 def test_a_server_that_cannot_read_its_files_does_not_start(site: Site) -> None:
     files = TlsFiles(certificate=site.server.certificate, key=site.ca.issue("another", "x.example").key)
-    with pytest.raises(ConfigError, match="is not that of"), running_pool(tls=files):
+    with pytest.raises(ConfigError, match=r"tls_key: .* is not the key of"), running_pool(tls=files):
         pass
 
 
@@ -325,6 +325,14 @@ def test_a_certificate_that_is_for_clients_alone_is_refused_at_the_start(site: S
     files = TlsFiles(certificate=pair.certificate, key=pair.key, ca=site.ca.certificate)
     with pytest.raises(ConfigError, match=r"client\.pem is not for servers: .* serverAuth"), running_pool(tls=files):
         pass
+
+
+def test_a_certificate_that_is_for_servers_alone_is_refused_by_an_engine_s_start(site: Site) -> None:
+    """A pool with `tls_client_ca` would refuse every connection, and the engine would go on without a cache."""
+    of_a_server = site.ca.issue("pool-only", "127.0.0.1", usages=[ExtendedKeyUsageOID.SERVER_AUTH])
+    with pytest.raises(ConfigError, match=r"pool-only\.pem is not for clients: .* clientAuth"):
+        site.client(of_a_server).check()
+    site.client(site.ca.issue("engine", RED_URI, usages=[ExtendedKeyUsageOID.CLIENT_AUTH])).check()
 
 
 def test_a_key_that_grpc_does_not_take_is_not_a_port_in_use(site: Site) -> None:

@@ -15,6 +15,6 @@ def certificate_lines(key: str, path: Path) -> Iterable[Line]:
 
     :param key: that names it, with dots.
     """
-    validity = validity_of_certificate(read_pem(path))
+    validity = validity_of_certificate(read_pem((key, path)))
     if validity is not None and not list(ending_certificate(key, path)):
         yield Line(Level.OK, key, f"the certificate {path} holds until {day_of(validity[1])}")

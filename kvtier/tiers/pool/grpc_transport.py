@@ -199,9 +199,9 @@ def _channel(address: str, connect_timeout_s: float, tls: ClientTls | None) -> g
     tls.check()  # names what is wrong, which gRPC does not
     if tls.server_name is not None:
         options.append(("grpc.ssl_target_name_override", tls.server_name))
-    paths = (tls.files.ca, tls.files.key, tls.files.certificate)
-    root, key, certificates = (None if path is None else read_pem(path) for path in paths)
-    credentials = grpc.ssl_channel_credentials(root, key, certificates)
+    *pair, ca = map(read_pem, tls.files.named)
+    certificate, key = pair or (None, None)
+    credentials = grpc.ssl_channel_credentials(ca, key, certificate)
     return grpc.secure_channel(address, credentials, options=options, compression=compression)
 
 

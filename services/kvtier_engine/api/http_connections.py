@@ -49,6 +49,9 @@ def bounded_protocol(open_files: int) -> type[H11Protocol]:
                     f"{most} clients of the engine are connected: idle ones are cut, or new ones refused"
                 )
 
+        def _unsupported_upgrade_warning(self) -> None:
+            """uvicorn's, which recommends a library for WebSockets: here such a request is answered as any other."""
+
         def on_response_complete(self) -> None:
             super().on_response_complete()
             if self in self.by_idleness:

@@ -42,8 +42,9 @@ class EngineGauges(Collector):
             yield family
 
 
-def described(engine: Engine) -> dict[str, Any]:
+def described(engine: Engine, *, shows_tenants: bool) -> dict[str, Any]:
     """An engine for an operator, as JSON."""
+    tenants = {"tenants": engine.config.tenants} if shows_tenants else {}
     return {
         "url": engine.url,
         "up": engine.is_up,
@@ -51,5 +52,4 @@ def described(engine: Engine) -> dict[str, Any]:
         "fenced": engine.is_fenced,
         "running": len(engine.attempts),
         "models": sorted(engine.models) if engine.models is not None else None,
-        "tenants": engine.config.tenants,
-    }
+    } | tenants

@@ -153,12 +153,10 @@ def _credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
     def read() -> grpc.ServerCertificateConfiguration:
         server_context(files)  # names what is wrong, which gRPC does not
-        assert files.certificate is not None
-        assert files.key is not None
-        pair = (read_pem(files.key), read_pem(files.certificate))
-        return grpc.ssl_server_certificate_configuration([pair], None if files.ca is None else read_pem(files.ca))
+        certificate, key, *ca = map(read_pem, files.named)
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], ca[0] if ca else None)
 
-    renewed = Renewed(files.paths, read)
+    renewed = Renewed(files.named, read)
     given = renewed.current()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from disk_forgetting_rig import SMALL, found, items
 from disk_log_rig import KIB, MIB, BadPages, counted
 from disk_rig import opened, segments
-from kvtier.events import Event, EventKind
+from kvtier.events import Event, EventKind, TierState
 from kvtier.identity.keys import StoreKey
 from kvtier.metrics import Metrics
 from kvtier.testing.blocks import TENANT, make_key, make_payload, read_blocks
@@ -32,6 +33,33 @@ class TestLostSegments:
             blocks = read_blocks(tier, [make_key(label) for label in labels], SMALL)
             assert [block is not None for block in blocks] == [i > 0 for i, _ in labels]
             assert tier.write(items(["new"])) == [WriteStatus.STORED]
+
+    @pytest.mark.parametrize("direct", [False, True])
+    def test_what_is_written_to_a_file_without_a_name_is_refused(self, tmp_path: Path, direct: bool) -> None:
+        """It would be gone when the process ends, and an acknowledged block is one that is not."""
+        with opened(tmp_path / "disk", segment_bytes=MIB, files=OsFiles(direct=direct)) as tier:
+            assert tier.write(items(["before"])) == [WriteStatus.STORED]
+            segments(tmp_path / "disk")[0].unlink()
+            assert tier.write(items(["lost"])) == [WriteStatus.FAILED]
+            assert tier.write(items(["after"])) == [WriteStatus.STORED], "in a segment of its own"
+        with opened(tmp_path / "disk") as tier:
+            assert [found(tier, [label]) for label in ("before", "lost", "after")] == [0, 0, 1]
+
+    def test_a_folder_that_was_emptied_or_replaced_takes_no_writes_and_the_log_says_why(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        folder = tmp_path / "disk"
+        with opened(folder, segment_bytes=MIB) as tier:
+            tier.write(items(["before"]))
+            shutil.rmtree(folder)
+            folder.mkdir()
+            statuses = [status for i in range(10) for status in tier.write(items([i]))]
+            assert set(statuses) == {WriteStatus.FAILED}
+            assert tier.state is TierState.READ_ONLY
+            assert "the file was removed while it was open" in caplog.text
+            assert "No such file or directory: " in caplog.text
+            assert "kvtier-disk-tier" in caplog.text
+        assert list(folder.iterdir()) == [], "the next start finds an empty folder, and takes it"
 
     def test_a_bad_region_does_not_switch_the_tier_off(self, tmp_path: Path) -> None:
         class Bad(OsFiles):

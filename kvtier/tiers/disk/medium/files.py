@@ -40,7 +40,8 @@ class FileLayer(Protocol):
         """Bytes of the file of this name; of a link, its own."""
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        """All of the buffers, one after the other. After an error any part of it may be written."""
+        """All of the buffers, one after the other. After an error any part of it may be written; one that has no name
+        any more is an error."""
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Fills the buffers, one after the other, until the file ends; how many bytes it was."""
@@ -100,6 +101,8 @@ class OsFiles:
             done = os.pwritev(fd, left[:_MOST_BUFFERS], offset)
             offset += done
             left = _behind(left, done)
+        if os.fstat(fd).st_nlink == 0:  # what is written to it is gone when the process ends
+            raise FileNotFoundError(errno.ENOENT, "the file was removed while it was open")
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         left, start = list(buffers), offset

@@ -53,6 +53,10 @@ class DiskFolder:
         except OSError as error:
             raise _unusable(path, error) from error
 
+    @property
+    def marker_path(self) -> str:
+        return f"{self.path}/{MARKER}"
+
     def segment_path(self, number: int) -> str:
         return f"{self.path}/{segment_name(number)}"
 

@@ -72,7 +72,9 @@ class SegmentFiles:
         return self._files.free_bytes(self._folder.path)
 
     def make(self, segment: Segment, epoch: int) -> None:
-        """A file with its header. After an error there is none, or its space is counted."""
+        """A file with its header. After an error there is none, or its space is counted. A folder that has lost its
+        marker was emptied or replaced: no other process would find what is written to it."""
+        self._files.size(self._folder.marker_path)
         fd = self._create(segment)
         try:
             with self._buffers.lend(PAGE) as page:
