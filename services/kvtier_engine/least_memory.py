@@ -10,7 +10,7 @@ from kvtier.config.tiers import MIN_HOST_BLOCKS
 def too_small(config: Config, block_bytes: int, blocks_of_token: int = 1) -> Iterable[Finding]:
     """Yields errors for sizes that no engine of this model starts with.
 
-        :param block_bytes: that a block takes on the device, at least.
+    :param block_bytes: that a block takes on the device, at least.
     :param blocks_of_token: on the device, one for each KV group.
     """
     in_host = block_bytes if config.engine.lossy_codec == "none" else block_bytes // 2
