@@ -121,7 +121,7 @@ def test_tiers(tmp_path: Path) -> None:
 
 
 def test_windows_in_kv_groups_take_and_load_less() -> None:
-    one, groups = (case["figures"] for case in run("windows", "--windows", "4", "--rounds", "1")["cases"][2:])
+    one, groups = (case["figures"] for case in run("windows", "--windows", "3", "--rounds", "1")["cases"][2:])
     assert groups["loaded_mb"] < one["loaded_mb"] / 2
     assert groups["answering_mb"] < one["answering_mb"] / 2
 
