@@ -89,9 +89,9 @@ class Renewed(Generic[_T]):
             return self._made[1]
 
 
-def server_context(files: TlsFiles) -> ssl.SSLContext:
+def server_context(files: TlsFiles, kind: type[ssl.SSLContext] = ssl.SSLContext) -> ssl.SSLContext:
     """Makes the context of accepted connections; with `files.ca` only clients whose certificate holds are let in."""
-    context = _context(ssl.PROTOCOL_TLS_SERVER, files)
+    context = _context(kind(ssl.PROTOCOL_TLS_SERVER), files)
     _require_use(files, by_servers=True)
     context.num_tickets = 0  # a client that never reads would have them reset its connection
     if files.ca is not None:
@@ -101,7 +101,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
     """Makes the context of connections to servers whose certificate `files.ca` has signed, for the name in use."""
-    context = _context(ssl.PROTOCOL_TLS_CLIENT, files)
+    context = _context(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), files)
     _require_use(files, by_servers=False)
     return context
 
@@ -117,8 +117,7 @@ def read_pem(file: NamedFile) -> bytes:
         raise ConfigError(f"{name}: cannot read {path}: {error.strerror or error}") from error
 
 
-def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
+def _context(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET
     context.hostname_checks_common_name = False

@@ -37,7 +37,6 @@ class ServerTls:
 
     def __init__(self, files: TlsFiles) -> None:
         """Reads nothing yet: see `check`. With `files.ca`, clients need a certificate."""
-        self._files = files
         self._contexts = Renewed(files.named, partial(server_context, files))
 
     def check(self) -> None:
@@ -47,19 +46,6 @@ class ServerTls:
     def wrap(self, accepted: socket.socket) -> ssl.SSLSocket:
         """The handshake is still to be made. `accepted` is used up."""
         return self._contexts.current().wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
-
-    def context(self) -> ssl.SSLContext:
-        """A context for servers that keep theirs for good, as asyncio's do: each handshake takes the files of its time.
-
-        Raises `ConfigError` when the files are no good.
-        """
-        context = server_context(self._files)
-
-        def take_current(accepted: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-            accepted.context = self._contexts.current()
-
-        context.sni_callback = take_current
-        return context
 
     def accept(self, accepted: socket.socket) -> "TlsStream":
         """A stream that makes the handshake with the first `receive`, within its deadline. Does not block."""

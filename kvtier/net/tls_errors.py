@@ -26,7 +26,7 @@ class TlsError(OSError):
     """The two ends cannot agree on TLS; the message says what to change."""
 
 
-def explained(error: ssl.SSLError, connection: ssl.SSLSocket) -> TlsError | UnauthenticatedError:
+def explained(error: ssl.SSLError, connection: ssl.SSLSocket | ssl.SSLObject) -> TlsError | UnauthenticatedError:
     """What to raise for an error of the handshake, or of a record, at this end of the connection."""
     return _refused(error) if connection.server_side else _failed(error, str(connection.server_hostname))
 
@@ -39,7 +39,7 @@ def _refused(error: ssl.SSLError) -> TlsError:
     if isinstance(error, ssl.SSLCertVerificationError):
         return TlsError(f"a client whose certificate does not hold: {error.verify_message}")
     if "_ALERT_" in reason and reason.endswith(_REFUSED_CERTIFICATE):
-        return TlsError(f"a client that does not accept this pool's certificate: {reason}")
+        return TlsError(f"a client that does not accept this side's certificate: {reason}")
     return TlsError(f"TLS failed: {reason}")
 
 

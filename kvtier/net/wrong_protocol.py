@@ -20,6 +20,12 @@ class WrongProtocolError(InvalidInputError):
         self.first = first
 
 
+def http_refusal(hint: str) -> bytes:
+    """An answer to whatever an HTTP client has asked for."""
+    body = f"{hint}\n"
+    return f"HTTP/1.1 400 Bad Request\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
+
+
 def _guess(first: bytes) -> str:
     if first.startswith(b"PRI ") or (first[:2] == b"\0\0" and first[3:5] == b"\x04\0"):
         return "this looks like gRPC; the pool's gRPC port is `grpc_listen`, engines name it `grpc:host:port`"

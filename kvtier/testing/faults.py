@@ -62,6 +62,9 @@ class FaultyFiles:
     def size(self, path: str) -> int:
         return self._inner.size(path)
 
+    def is_named(self, fd: int, path: str) -> bool:
+        return self._inner.is_named(fd, path)
+
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         code = self._fault("write", errno.ENOSPC, errno.EIO)
         with self._lock:

@@ -3,6 +3,7 @@
 import logging
 import signal
 import socket
+import ssl
 import threading
 from pathlib import Path
 from types import FrameType
@@ -19,7 +20,7 @@ from kvtier.config.tls_files import engine_tls
 from kvtier.errors import ConfigError
 from kvtier.memory.malloc import keep_freed_memory
 from kvtier.net.address import is_loopback, reason_of
-from kvtier.net.tls import server_tls
+from kvtier.net.serving_tls import serving_context
 from kvtier.system.logs import set_up_logs
 from kvtier.system.open_files import raise_open_files_limit
 from kvtier.system.process_metrics import leave_out_creation_times
@@ -77,7 +78,7 @@ def run(config: Config) -> None:
     from kvtier_engine.api.server import Server
     from kvtier_engine.assemble import assembled_engine
 
-    open_files, tls, tenants = raise_open_files_limit(), server_tls(engine_tls(config)), RequestTenants.of(config)
+    open_files, tls, tenants = raise_open_files_limit(), _tls(config), RequestTenants.of(config)
     with (
         _listening(config.engine.listen) as listener,
         exporting_spans(config, "kvtier-engine"),
@@ -106,7 +107,7 @@ def run(config: Config) -> None:
         )
         if tls is not None:
             uvicorn_server.config.load()
-            uvicorn_server.config.ssl = tls.context()
+            uvicorn_server.config.ssl = tls
         _serve_until_ended(uvicorn_server, assembled.engine, listener, "http" if tls is None else "https")
 
 
@@ -135,6 +136,11 @@ def _serve_until_ended(server: "uvicorn.Server", engine: "Engine", listener: soc
     finally:
         server.should_exit = True
         thread.join()
+
+
+def _tls(config: Config) -> ssl.SSLContext | None:
+    files = engine_tls(config)
+    return None if files is None else serving_context(files)
 
 
 def _listening(address: str) -> socket.socket:

@@ -6,7 +6,6 @@ import logging
 import socket
 import ssl
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -18,7 +17,8 @@ from kvtier.config.accepted import gateway_files
 from kvtier.config.tls_files import gateway_engine_tls, gateway_tls
 from kvtier.errors import ConfigError
 from kvtier.net.address import reason_of
-from kvtier.net.certificates import Renewed, TlsFiles, client_context, server_context
+from kvtier.net.certificates import client_context
+from kvtier.net.serving_tls import serving_context
 from kvtier.system.process_metrics import describe_process
 from kvtier_gateway.api import Api
 from kvtier_gateway.dispatching import Dispatching
@@ -112,7 +112,7 @@ class GatewayService:
         status = Status(registry, self._fleet, self._api.health, shows_tenants=shows_tenants(table))
         await self._serve(status_listening, status.answer, _STATUS_CONNECTIONS, None)
         files = gateway_tls(config)
-        context = None if files is None else renewing_context(files)
+        context = None if files is None else serving_context(files)
         self._server, self._listener = await self._serve(listening, self._api.answer, table.max_connections, context)
         scheme = "http" if files is None else "https"
         return Addresses(f"{scheme}://{_address(listening)}", f"http://{_address(status_listening)}")
@@ -194,19 +194,6 @@ class GatewayService:
         )
         self._stack.callback(listener.close)
         return server, listener
-
-
-def renewing_context(files: TlsFiles) -> ssl.SSLContext:
-    """A server's context that takes renewed files from the next connection on. Raises `ConfigError` when the files are
-    no good."""
-    contexts = Renewed(files.named, partial(server_context, files))
-    first = contexts.current()
-
-    def take_newest(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        connection.context = contexts.current()
-
-    first.sni_callback = take_newest
-    return first
 
 
 def _listening(key: str, address: str) -> socket.socket:

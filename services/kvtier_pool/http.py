@@ -19,7 +19,7 @@ from kvtier.net.address import reason_of
 from kvtier.net.certificates import TlsFiles
 from kvtier.net.tls import ServerTls
 from kvtier.net.tls_errors import explained
-from kvtier_pool.wrong_protocol import http_refusal
+from kvtier.net.wrong_protocol import http_refusal
 
 _log = logging.getLogger(__name__)
 

@@ -2,6 +2,8 @@
 
 import struct
 
+from kvtier.net.wrong_protocol import http_refusal
+
 _HINT = "this is kvtier's block protocol; gRPC is at the address `grpc_listen`, HTTP at `http_listen`"
 _HTTP2_SETTINGS, _HTTP2_GOAWAY = 4, 7
 _HTTP2_PROTOCOL_ERROR = 1
@@ -15,12 +17,6 @@ def answer_for(first: bytes) -> bytes | None:
     if first.startswith((b"GET ", b"POST", b"HEAD", b"PUT ")):
         return http_refusal(_HINT)
     return None
-
-
-def http_refusal(hint: str) -> bytes:
-    """An answer to whatever an HTTP client has asked for."""
-    body = f"{hint}\n"
-    return f"HTTP/1.1 400 Bad Request\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
 
 
 def _http2_frame(kind: int, payload: bytes) -> bytes:

@@ -157,12 +157,13 @@ def test_what_is_no_request_at_all(engine: EngineProcess) -> None:
         assert response.json()["error"]["message"]
 
 
-def test_a_body_that_is_too_long_is_refused_before_its_end(engine: EngineProcess) -> None:
+def test_a_body_whose_length_is_wrong_is_refused_before_its_end(engine: EngineProcess) -> None:
     chunk = b"%x\r\n%s\r\n" % (2**20, b"a" * 2**20)
-    for headers, beginning in (
-        (f"Content-Length: {2**40}", b""),
-        (f"Content-Length: {2**40}\r\nExpect: 100-continue", b""),
-        ("Transfer-Encoding: chunked", chunk),
+    for headers, beginning, status in (
+        (f"Content-Length: {2**40}", b"", 413),
+        (f"Content-Length: {2**40}\r\nExpect: 100-continue", b"", 413),
+        ("Transfer-Encoding: chunked", chunk, 413),
+        ("Content-Length: 4\r\nTransfer-Encoding: chunked", chunk, 400),
     ):
         with socket.create_connection(engine.address, timeout=PATIENCE_S) as connection:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n\r\n"
@@ -173,7 +174,7 @@ def test_a_body_that_is_too_long_is_refused_before_its_end(engine: EngineProcess
                 assert piece, answer
                 answer += piece
             assert not beginning or connection.recv(1) == b""
-        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
         assert b"connection: close" in answer
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
 

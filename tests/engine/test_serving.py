@@ -44,6 +44,9 @@ def test_idle_connections_take_no_more_descriptors_than_there_are(
             "Sec-WebSocket-Version": "13",
         }
         assert engine.client.get("/health", headers=upgrade).status_code == 200, "an offer that a server may leave"
+        with socket.create_connection(engine.address, timeout=PATIENCE_S) as over_tls:
+            over_tls.sendall(b"\x16\x03\x01\x02\x00 and the rest of a ClientHello\r\n\r\n")
+            assert over_tls.recv(4096).startswith(b"HTTP/1.1 400 ")
         # The last of them may have been accepted a moment ago, and are about to be cut.
         until(lambda: len(list(Path(f"/proc/{engine.process.pid}/fd").iterdir())) < 400)
         engine.process.send_signal(signal.SIGTERM)
@@ -51,6 +54,7 @@ def test_idle_connections_take_no_more_descriptors_than_there_are(
     assert err.count("256 clients of the engine are connected: idle ones are cut, or new ones refused") == 1
     assert len(err.splitlines()) < 30
     assert "Traceback" not in err
+    assert "a client speaks TLS to a port of HTTP: have it ask http://, or set tls_certificate here" in err
     assert "pip install" not in err, "uvicorn's advice for WebSockets, which nothing here speaks"
 
 

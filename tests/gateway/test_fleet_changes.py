@@ -17,6 +17,7 @@ from certificates import Authority
 from gateway_rig import KEYS, PlayedEngine, gateway_file, running_gateway
 from kvtier.config.gateway import GatewayConfig
 from kvtier_gateway.engines.fleet import Fleet
+from kvtier_gateway.engines.gauges import described
 from kvtier_gateway.metrics import GatewayMetrics
 
 
@@ -82,6 +83,31 @@ def _engines(*urls: str) -> Any:
     return GatewayConfig.model_validate({"engines": urls}).engines
 
 
+def test_an_engine_that_was_never_up_is_in_the_log_once_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """A wrong URL, the wrong scheme and an unknown CA all look so."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hangs, refuses = f"http://127.0.0.1:{silent.getsockname()[1]}", "http://127.0.0.1:1"
+        config = GatewayConfig(engines=_engines(hangs, refuses), probe_interval_s=0.05, probe_timeout_s=0.05)
+
+        async def look() -> dict[str, Any]:
+            async with aiohttp.ClientSession() as session:
+                fleet = Fleet(session, config, GatewayMetrics(CollectorRegistry()))
+                await fleet.start()
+                async with asyncio.timeout(WAIT_S):
+                    while any(engine.num_failures < 5 for engine in fleet.engines):
+                        await asyncio.sleep(0.01)
+                await fleet.stop()
+                return {engine.url: described(engine, shows_tenants=False) for engine in fleet.engines}
+
+        shown = asyncio.run(look())
+    lines = [record.getMessage() for record in caplog.records if "is down" in record.getMessage()]
+    assert sorted(lines) == sorted(
+        f"engine {url} is down: {shown[url]['problem']}; it gets no requests until it answers" for url in shown
+    )
+    assert shown[hangs]["problem"] == "no answer in time"
+    assert "Cannot connect to host 127.0.0.1:1" in shown[refuses]["problem"]
+
+
 def test_a_name_that_no_dns_could_have_does_not_end_looking_for_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     async def look(engine: PlayedEngine) -> None:
         async with aiohttp.ClientSession() as session:
@@ -133,7 +159,9 @@ def test_certificates_are_renewed_under_a_gateway_that_runs(tmp_path: Path) -> N
             assert before.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
         with socket.create_connection((host, int(port)), WAIT_S) as plain:
             plain.sendall(request)
-            assert b"HTTP" not in b"".join(iter(lambda: plain.recv(1 << 16), b""))
+            answer = b"".join(iter(lambda: plain.recv(1 << 16), b""))
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            assert answer.endswith(b"this port speaks HTTPS: ask https://\n")
         assert len(engine.got) == 1
         assert "Traceback" not in gateway.log
         gateway.says("the certificates from before stay in use")

@@ -83,6 +83,13 @@ def test_a_body_is_packed_in_no_way(site: Site) -> None:
     assert site.answer("Content-Encoding: identity", "Content-Encoding: gzip").startswith(b"HTTP/1.1 415 ")
 
 
+def test_a_client_that_speaks_tls_to_a_port_of_http_is_in_the_log(site: Site) -> None:
+    with site.connection() as raw:
+        raw.sendall(b"\x16\x03\x01\x02\x00 and the rest of a ClientHello\r\n\r\n")
+        assert b" 400 Bad Request" in until_end(raw)
+    site.gateway.says("a client speaks TLS to a port of HTTP: have it ask http://, or set tls_certificate here")
+
+
 def test_an_odd_answer_of_an_engine_is_one_of_the_gateway(site: Site) -> None:
     gateway, before = site.gateway, site.engine.answer
 

@@ -88,7 +88,7 @@ def test_peers_that_cannot_agree_on_tls_are_in_both_logs_and_counted(
     if with_tls:
         assert [line["door"] for line in refused] == ["block", "block", "http", "http"]
         assert "HTTPS" in reasons[2]
-        assert all("does not accept this pool's certificate" in reason for reason in reasons[1::2])
+        assert all("does not accept this side's certificate" in reason for reason in reasons[1::2])
     else:
         assert [(line["door"], line.get("repeated")) for line in refused] == [
             ("block", None),

@@ -42,8 +42,8 @@ class DiskTier:
 
     Failures of the disk are answers (MISS, FULL, FAILED), counted in `Metrics.io_errors` and `corrupt_blocks`, and
     logged at most twice a minute. A corrupt block is dropped. When one write after another fails, the tier is read-only
-    but for a try every few seconds; when one read after another does, it is off: everything misses. Both are events,
-    and in `state`.
+    but for a try every few seconds; when one read after another does, or the folder is removed or replaced, it is off:
+    everything misses. Both are events, and in `state`.
 
     While the disk hangs, the tier is off, and forgets nothing: calls that come are answered MISS or FAILED at once,
     until the operations that hung have ended. Reads and writes that were under way end with MISS or FAILED as well:

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvtier.net.serving_tls import note_without_tls
 from kvtier.system.quiet_log import QuietLog
 
 BACKLOG = 128
@@ -48,6 +49,11 @@ def bounded_protocol(open_files: int) -> type[H11Protocol]:
                 self.quiet.warning(
                     f"{most} clients of the engine are connected: idle ones are cut, or new ones refused"
                 )
+
+        def data_received(self, data: bytes) -> None:
+            if self.scheme == "http" and not self.headers:
+                note_without_tls(data)
+            super().data_received(data)
 
         def _unsupported_upgrade_warning(self) -> None:
             """uvicorn's, which recommends a library for WebSockets: here such a request is answered as any other."""

@@ -48,6 +48,10 @@ class ApiError(Exception):
         self.body = error_body(message, error_kind(status), param, code)
 
 
+class _UnreadError(ApiError):
+    """Refuses a request whose body has not been read to its end."""
+
+
 async def parse_body(http: HttpRequest, kind: type[Body], most_bytes: int) -> Body:
     """The request's body.
 
@@ -73,9 +77,11 @@ def _json_path(location: Sequence[int | str]) -> str:
 async def _read(http: HttpRequest, most_bytes: int) -> bytes:
     """One that no request needs is refused before it takes memory, and minutes to tokenise: where its headers say how
     long it is, before it is read."""
-    too_long = ApiError(413, f"the body is longer than {most_bytes:,} bytes, more than one request can use here")
+    too_long = _UnreadError(413, f"the body is longer than {most_bytes:,} bytes, more than one request can use here")
+    if "Content-Length" in http.headers and "Transfer-Encoding" in http.headers:
+        raise _UnreadError(400, "Content-Length and Transfer-Encoding contradict each other; send one of them")
     if http.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise ApiError(415, "Content-Encoding: send the body as it is")
+        raise _UnreadError(415, "Content-Encoding: send the body as it is")
     if int(http.headers.get("Content-Length", 0)) > most_bytes:
         raise too_long
     body = bytearray()
@@ -118,7 +124,7 @@ def _answer_api_error(remedies: Remedies) -> Callable[[HttpRequest, Exception], 
         assert isinstance(error, ApiError)
         if error.remedy is not None:
             remedies.tell(error.remedy)
-        kind = _EarlyAnswer if error.status in (413, 415) else JSONResponse
+        kind = _EarlyAnswer if isinstance(error, _UnreadError) else JSONResponse
         return kind(error.body, error.status)
 
     return answer

@@ -63,6 +63,8 @@ class Engine:
     """Whether the configuration, or DNS, does not name it any more."""
     num_failures: int = 0
     """Looks in a row that have failed."""
+    problem: str | None = None
+    """Why the last look failed; None where it did not."""
     models: Mapping[str, dict[str, Any]] | None = None
     """The models that it serves, by their names, as OpenAI's API lists them; None before it has said so."""
     adapters: frozenset[str] = frozenset()
@@ -103,7 +105,7 @@ class Engine:
 
     def mark_up(self) -> None:
         """It has answered."""
-        self.is_up, self.num_failures = True, 0
+        self.is_up, self.num_failures, self.problem = True, 0, None
 
     def mark_failed(self, most_failures: int) -> bool:
         """A look at it has failed; whether it counts as down because of it. Its requests are given up then: those that

@@ -185,8 +185,10 @@ class Fleet:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             refuses = isinstance(error, aiohttp.ClientConnectorError)
             reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
-            if engine.mark_failed(1 if refuses else self._config.probe_failures):
-                _log.warning("engine %s is down: %s; it gets no requests until it answers again", engine.url, reason)
+            is_new = engine.problem is None and not (engine.is_up or engine.was_down)
+            engine.problem = reason
+            if engine.mark_failed(1 if refuses else self._config.probe_failures) or is_new:
+                _log.warning("engine %s is down: %s; it gets no requests until it answers", engine.url, reason)
         except Exception:
             _log.exception("engine %s could not be looked at", engine.url)
         else:

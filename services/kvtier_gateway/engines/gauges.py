@@ -50,6 +50,7 @@ def described(engine: Engine, *, shows_tenants: bool) -> dict[str, Any]:
         "up": engine.is_up,
         "draining": engine.config.draining,
         "fenced": engine.is_fenced,
+        "problem": engine.problem,
         "running": len(engine.attempts),
         "models": sorted(engine.models) if engine.models is not None else None,
     } | tenants

@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from kvtier.net.serving_tls import note_without_tls
 from kvtier.system.quiet_log import QuietLog
 from kvtier_gateway.http.api_errors import ApiError
 
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 class _Connection(RequestHandler):
     """One connection of a client. Errors in its HTTP are answered as all others are."""
 
-    __slots__ = ()
+    __slots__ = ("_may_be_tls",)
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
@@ -42,6 +43,18 @@ class _Connection(RequestHandler):
             answer = ApiError(status, "this is no request in HTTP that the gateway can read").answer()
         answer.force_close()
         return answer
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """asyncio's."""
+        super().connection_made(transport)
+        self._may_be_tls = transport.get_extra_info("sslcontext") is None
+
+    def data_received(self, data: bytes) -> None:
+        """asyncio's."""
+        if self._may_be_tls:
+            self._may_be_tls = False
+            note_without_tls(data)
+        super().data_received(data)
 
     @property
     def is_idle(self) -> bool:

@@ -1,5 +1,6 @@
 """Segments of a disk tier that are lost: removed by somebody, or in a bad region of the drive."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -45,21 +46,29 @@ class TestLostSegments:
         with opened(tmp_path / "disk") as tier:
             assert [found(tier, [label]) for label in ("before", "lost", "after")] == [0, 0, 1]
 
-    def test_a_folder_that_was_emptied_or_replaced_takes_no_writes_and_the_log_says_why(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    @pytest.mark.parametrize("then", ["gone", "empty", "another tier's"])
+    def test_a_folder_that_was_removed_switches_the_tier_off_and_stays_as_it_is(
+        self, tmp_path: Path, then: str, caplog: pytest.LogCaptureFixture
     ) -> None:
+        """Two tiers in one folder would take more than either may, and none would find what was stored by the other."""
         folder = tmp_path / "disk"
-        with opened(folder, segment_bytes=MIB) as tier:
-            tier.write(items(["before"]))
+        with contextlib.ExitStack() as stack:
+            tier = stack.enter_context(opened(folder, segment_bytes=MIB))
+            tier.write(items(range(100)))
             shutil.rmtree(folder)
-            folder.mkdir()
-            statuses = [status for i in range(10) for status in tier.write(items([i]))]
+            if then == "empty":
+                folder.mkdir()
+            elif then == "another tier's":
+                stack.enter_context(opened(folder, segment_bytes=MIB)).write(items(["theirs"]))
+            statuses = [status for i in range(200, 203) for status in tier.write(items([i]))]
             assert set(statuses) == {WriteStatus.FAILED}
-            assert tier.state is TierState.READ_ONLY
-            assert "the file was removed while it was open" in caplog.text
-            assert "No such file or directory: " in caplog.text
-            assert "kvtier-disk-tier" in caplog.text
-        assert list(folder.iterdir()) == [], "the next start finds an empty folder, and takes it"
+            assert tier.state is TierState.OFF
+            assert "the folder was removed, emptied or replaced while in use" in (tier.problem() or "")
+            assert found(tier, range(100)) == 0
+            assert caplog.text.count("give it a folder, then restart") == 1
+        with opened(folder) as tier:
+            assert found(tier, ["theirs"]) == (then == "another tier's")
+            assert tier.write(items(["mine"])) == [WriteStatus.STORED], "the next start takes the folder"
 
     def test_a_bad_region_does_not_switch_the_tier_off(self, tmp_path: Path) -> None:
         class Bad(OsFiles):

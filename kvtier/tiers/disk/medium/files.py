@@ -39,6 +39,9 @@ class FileLayer(Protocol):
     def size(self, path: str) -> int:
         """Bytes of the file of this name; of a link, its own."""
 
+    def is_named(self, fd: int, path: str) -> bool:
+        """Whether an open file still has this name."""
+
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         """All of the buffers, one after the other. After an error any part of it may be written; one that has no name
         any more is an error."""
@@ -94,6 +97,12 @@ class OsFiles:
 
     def size(self, path: str) -> int:
         return os.stat(path, follow_symlinks=False).st_size
+
+    def is_named(self, fd: int, path: str) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+        except FileNotFoundError:
+            return False
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         left = list(buffers)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError
+from kvtier.tiers.disk.medium.files import FileLayer
 
 MARKER = "kvtier-disk-tier"
 _MARKER_TEXT = b"kvtier disk tier, format 2\n"
@@ -35,6 +36,10 @@ class Listing:
     """Names of files that kvtier did not make."""
 
 
+class FolderLostError(OSError):
+    """The folder was removed, emptied or replaced while a process owned it: nobody, or another process, owns it now."""
+
+
 class DiskFolder:
     """An owned folder. Immutable; `close` gives it up."""
 
@@ -53,9 +58,10 @@ class DiskFolder:
         except OSError as error:
             raise _unusable(path, error) from error
 
-    @property
-    def marker_path(self) -> str:
-        return f"{self.path}/{MARKER}"
+    def require_owned(self, files: FileLayer) -> None:
+        """Raises `FolderLostError` when it is not this process's any more."""
+        if not files.is_named(self._marker_fd, f"{self.path}/{MARKER}"):
+            raise FolderLostError(errno.ENOENT, "the folder was removed, emptied or replaced while in use", self.path)
 
     def segment_path(self, number: int) -> str:
         return f"{self.path}/{segment_name(number)}"

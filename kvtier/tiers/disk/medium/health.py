@@ -34,10 +34,8 @@ _MEDIUM_ERRNOS = (
     errno.ENODEV,
 )
 """What a drive or its file system says that fails, rather than one that has something else in a file's place."""
-_PROBLEMS = {
-    TierState.READ_ONLY: f"{_WRITES_IN_A_ROW} writes failed in a row; tried again every {_PAUSE_S:g} s",
-    TierState.OFF: f"reads of {_SEGMENTS_IN_A_ROW} segments in a row failed; look after the drive, then restart",
-}
+_FAILED_WRITES = f"{_WRITES_IN_A_ROW} writes failed in a row; tried again every {_PAUSE_S:g} s"
+_FAILED_READS = f"reads of {_SEGMENTS_IN_A_ROW} segments in a row failed; look after the drive, then restart"
 
 
 class MediumHealth:
@@ -55,6 +53,8 @@ class MediumHealth:
         """Segments of which a read failed since one last worked. Guarded by _lock."""
         self._lasting = TierState.WRITABLE
         """What failures have made of the tier, whether it hangs or not. Guarded by _lock."""
+        self._why = ""
+        """What it is in words, while it is not writable. Guarded by _lock."""
         self._hang: str | None = None
         """Why it hangs. Guarded by _lock."""
         self._state = TierState.WRITABLE
@@ -70,7 +70,7 @@ class MediumHealth:
     def problem(self) -> str | None:
         """What keeps the tier from reading or writing, in words; None while nothing does."""
         with self._lock:
-            return self._hang or _PROBLEMS.get(self._lasting)
+            return self._hang or self._why or None
 
     def hangs(self, reason: str | None) -> None:
         """The medium hangs, and why; None: it answers again. Until then the tier is off."""
@@ -90,7 +90,7 @@ class MediumHealth:
     def wrote(self) -> None:
         """A write has worked."""
         with self._lock:
-            back = self._writes.success() and self._change(TierState.WRITABLE)
+            back = self._writes.success() and self._change(TierState.WRITABLE, "")
         if back:
             self._log.info("tier %s takes writes again", self._name)
 
@@ -98,7 +98,7 @@ class MediumHealth:
         """What the writer hears."""
         self.note("write", error)
         with self._lock:
-            read_only = self._writes.failure() and self._change(TierState.READ_ONLY)
+            read_only = self._writes.failure() and self._change(TierState.READ_ONLY, _FAILED_WRITES)
         if read_only:
             self._log.error(
                 "tier %s is read-only: %d writes failed in a row, the last one with: %s; tried again every %g s",
@@ -119,7 +119,7 @@ class MediumHealth:
             return False
         with self._lock:
             self._failing.add(segment)
-            off = len(self._failing) >= _SEGMENTS_IN_A_ROW and self._change(TierState.OFF)
+            off = len(self._failing) >= _SEGMENTS_IN_A_ROW and self._change(TierState.OFF, _FAILED_READS)
         if off:
             self._log.error(
                 "tier %s is off: reads of %d segments in a row failed, the last one with: %s; look after the drive, "
@@ -141,12 +141,20 @@ class MediumHealth:
     def warn(self, message: str) -> None:
         self._quiet.warning(f"tier {self._name}: {message}")
 
-    def _change(self, state: TierState) -> bool:
+    def lost_folder(self, error: OSError) -> bool:
+        """Nothing of it can be kept any more. True when the tier is to be switched off for it."""
+        with self._lock:
+            off = self._change(TierState.OFF, f"{error}; give the tier a folder, then restart")
+        if off:
+            self._log.error("tier %s is off: %s; give it a folder, then restart", self._name, error)
+        return off
+
+    def _change(self, state: TierState, why: str) -> bool:
         """Changes the state, so that events come in the order of the changes. False: the tier is off, and stays so.
         Caller holds _lock."""
         if self._lasting is TierState.OFF:
             return False
-        self._lasting = state
+        self._lasting, self._why = state, why
         self._show()
         return True
 

@@ -29,6 +29,10 @@ class WatchedFiles:
         with self._watch.operation("size"):
             return self._inner.size(path)
 
+    def is_named(self, fd: int, path: str) -> bool:
+        with self._watch.operation("is_named"):
+            return self._inner.is_named(fd, path)
+
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         with self._watch.operation("write"):
             self._inner.write(fd, buffers, offset)

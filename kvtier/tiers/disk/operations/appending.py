@@ -111,6 +111,7 @@ class SegmentLog:
 
     def _open(self, tenant: TenantId, num_entries: int, payload_pages: int, epoch: int) -> Extent | None:
         """The first extent of a new segment; None when there is no room for one."""
+        self._files.require_owned()
         state = self._state
         with state.lock:
             full = state.segments.retire(tenant)

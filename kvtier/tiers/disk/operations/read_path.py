@@ -16,7 +16,7 @@ from kvtier.tiers.disk.log.reading import Answer, BlockReader, Wanted, runs_of
 from kvtier.tiers.disk.medium.health import MediumHealth, is_passing
 from kvtier.tiers.disk.operations.tombstones import Tombstones
 from kvtier.tiers.disk.state.index import CODEC_MASK, VERSION_SHIFT
-from kvtier.tiers.disk.state.log_state import LogState
+from kvtier.tiers.disk.state.log_state import LogState, switch_off
 
 _ROUNDS = 3
 """A block that is moved while it is read is read again where it is then."""
@@ -105,13 +105,8 @@ class ReadPath:
             elif not isinstance(answer.problem, OSError):
                 self._health.corrupt(answer.problem)
             elif self._health.read_failed(answer.problem, answer.wanted.segment):
-                self._switch_off()
+                switch_off(self._state, self._events)
         return again
-
-    def _switch_off(self) -> None:
-        with self._state.lock:
-            self._state.off = True
-            self._events.post(EventKind.CLEARED)
 
 
 def _owner(run: Sequence[Wanted]) -> TenantId:

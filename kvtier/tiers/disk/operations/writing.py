@@ -12,10 +12,11 @@ from kvtier.tiers.base import Item, WriteStatus
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.disk.log.format import MAX_STORED_BYTES, Entries, Kind, pages_of
+from kvtier.tiers.disk.medium.folder import FolderLostError
 from kvtier.tiers.disk.medium.health import MediumHealth
 from kvtier.tiers.disk.operations.appending import SegmentLog
 from kvtier.tiers.disk.operations.tombstones import Tombstones
-from kvtier.tiers.disk.state.log_state import Claim, LogState
+from kvtier.tiers.disk.state.log_state import Claim, LogState, switch_off
 
 _PART_BYTES = 8 << 20
 """Written at once: enough for full speed, few enough for several threads."""
@@ -126,6 +127,10 @@ class BlockWriter:
         status: WriteStatus | BaseException
         try:
             status = self._append(claims, headers, payloads)
+        except FolderLostError as error:
+            status = WriteStatus.FAILED
+            if self._health.lost_folder(error):
+                switch_off(self._state, self._events)
         except OSError as error:
             status = self._health.write_failed(error)
         except BaseException as error:

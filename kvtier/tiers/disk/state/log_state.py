@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.errors import InvariantError
+from kvtier.events import EventKind
 from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.tiers.base import Status
+from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.disk.log.format import Entries, Kind, keys_of
 from kvtier.tiers.disk.log.segments import NO_EPOCH, Extent, Segment
 from kvtier.tiers.disk.state.index import RECORD, VERSION_SHIFT, RecordIndex, Records, tags_of
@@ -271,3 +273,10 @@ def tagged(state: LogState, entries: Entries) -> tuple[list[StoreKey], Tags]:
     """Keys and tags of entries."""
     keys = keys_of(entries)
     return keys, state.tags(keys)
+
+
+def switch_off(state: LogState, events: EventQueue) -> None:
+    """Lets nothing be found any more, and tells so. Takes the lock."""
+    with state.lock:
+        state.off = True
+        events.post(EventKind.CLEARED)

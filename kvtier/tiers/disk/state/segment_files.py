@@ -67,14 +67,17 @@ class SegmentFiles:
     def path(self, segment: Segment) -> str:
         return self._folder.segment_path(segment.number)
 
+    def require_owned(self) -> None:
+        """Raises `FolderLostError` for a folder that is not this process's any more: of what is made there no start
+        would know, or another process."""
+        self._folder.require_owned(self._files)
+
     def free_bytes(self) -> int:
         """What others leave on the file system."""
         return self._files.free_bytes(self._folder.path)
 
     def make(self, segment: Segment, epoch: int) -> None:
-        """A file with its header. After an error there is none, or its space is counted. A folder that has lost its
-        marker was emptied or replaced: no other process would find what is written to it."""
-        self._files.size(self._folder.marker_path)
+        """A file with its header. After an error there is none, or its space is counted."""
         fd = self._create(segment)
         try:
             with self._buffers.lend(PAGE) as page:
