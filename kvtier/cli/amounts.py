@@ -26,6 +26,24 @@ def count_text(count: float | None) -> str:
     return UNKNOWN if count is None else f"{count:,.0f}"
 
 
+def short_count_text(count: float) -> str:
+    """A whole number in five characters: all digits below 10,000, then thousands, millions and so on."""
+    if count < 10_000:
+        return f"{count:,.0f}"
+    for unit in "kMG":
+        count /= 1000
+        if count < 999.5:
+            return f"{count:.3g}{unit}"
+    return f"{count / 1000:,.0f}T"
+
+
+def short_bytes_text(amount: float) -> str:
+    """`amount` bytes in the largest unit that it fills, in eight characters."""
+    number, unit = bytes_text(amount).split()
+    digits = float(number.replace(",", ""))
+    return f"{digits:.0f} {unit}" if digits >= 10 or not digits % 1 else f"{digits:.1f} {unit}"
+
+
 def rate_text(per_s: float | None) -> str:
     """How often something happens in a second: one decimal below 10."""
     if per_s is None:

@@ -22,8 +22,8 @@ COMMANDS = "kvtier.commands"
 BENCH_CASES = "kvtier.bench"
 _HELP = "Multi-tier KV cache offload for LLM inference."
 _EPILOG = (
-    "Exit codes: 0 done; 1 it failed, and the last line of standard error says why and what to do; 2 the command line "
-    "is wrong. Completion: kvtier --install-completion. More in docs/README.md."
+    "Exit codes: 0 done; 1 it failed, and the last line of standard error says why and what to do, or who read the "
+    "output has gone; 2 the command line is wrong. Completion: kvtier --install-completion. More in docs/README.md."
 )
 _PAGES = {
     "config": "docs/configuration.md",

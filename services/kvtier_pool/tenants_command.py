@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvtier.cli.amounts import short_bytes_text, short_count_text
 from kvtier.cli.options import Json, command_group, print_json, telling_in_json
 from kvtier.errors import ConfigError, InvalidInputError, KvtierError, UnavailableError
 from kvtier.identity.keys import tenant_id
@@ -44,22 +45,28 @@ def list_(
     if json:
         print_json(report)
         return
-    table = Table(box=None)
-    for column in ("tenant", "memory", "disk", "blocks", "hits", "misses", "evicted", "unwritten", "refused", "tokens"):
-        table.add_column(column, justify="left" if column == "tenant" else "right", no_wrap=True)
-    for name, figures in report["tenants"].items():
+    Console(width=None if sys.stdout.isatty() else 200).print(table_of(report["tenants"]))
+
+
+def table_of(tenants: dict[str, Any]) -> Table:
+    """What the command shows of the tenants, in 80 columns."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("tenant", overflow="ellipsis")
+    for column in ("memory", "disk", "blocks", "hits", "misses", "evicted", "unwritten", "refused", "tokens"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, figures in tenants.items():
         table.add_row(name, *_row(figures))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    return table
 
 
 def _row(figures: dict[str, Any]) -> list[str]:
     tiers = figures["tiers"]
-    sizes = [f"{tiers[tier]['used_bytes'] / 2**20:,.0f} MiB" if tier in tiers else "-" for tier in ("memory", "disk")]
+    sizes = [short_bytes_text(tiers[tier]["used_bytes"]) if tier in tiers else "-" for tier in ("memory", "disk")]
     num_unwritten = figures["num_full"] + figures["num_throttled"]
     counts = [figures["num_hits"], figures["num_misses"], figures["num_evicted"], num_unwritten, figures["num_refused"]]
     num_blocks = max(tier["num_blocks"] for tier in tiers.values())
     num_tokens = sum(_holds(token["expires_at"]) for token in figures["tokens"])
-    return [*sizes, *(f"{count:,}" for count in (num_blocks, *counts)), str(num_tokens)]
+    return [*sizes, *map(short_count_text, (num_blocks, *counts)), str(num_tokens)]
 
 
 def _holds(expires_at: str | None) -> bool:

@@ -1,5 +1,6 @@
 """`kvtier tenants`, against pools that run: what it shows, what it writes, and what the pool makes of it."""
 
+import io
 import json
 import re
 import signal
@@ -7,13 +8,16 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from configured_pool import NEW, OLD, configuration, digest, is_let_in, running
 from kvtier.errors import ConfigError
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier_pool.credential_file import CredentialFile
+from kvtier_pool.tenants_command import table_of
 from pool_rig import BLOCK_BYTES, WAIT_S, connect, items, keys
 
 COMMAND = [sys.executable, "-c", "from kvtier_pool.tenants_command import app; app(prog_name='kvtier tenants')"]
@@ -84,6 +88,29 @@ def test_what_the_command_lists(tmp_path: Path) -> None:
         assert re.search(rf"^\s*red .*{num_hits}.* 1\s*$", out, re.MULTILINE), "one token has expired"
         code, _, err = run("purge", "rde", "--pid", pid, "--yes")
         assert (code, "No tenant rde is configured, and nothing was left of one" in err) == (0, True), err
+
+
+def test_the_list_fits_80_columns_whatever_a_tenant_has() -> None:
+    def figures(count: int, nbytes: int) -> dict[str, Any]:
+        counts = ("num_hits", "num_misses", "num_evicted", "num_full", "num_throttled", "num_refused")
+        tier = {"used_bytes": nbytes, "num_blocks": count}
+        return {"tiers": {"memory": tier, "disk": tier}, "tokens": [], **dict.fromkeys(counts, count)}
+
+    tenants = {
+        "a-tenant-with-a-name-of-forty-characters": figures(123_456_789_012, 1023 * 2**40),
+        "small": figures(9_999, 2**20 + 2**19),
+        "none": figures(0, 0),
+    }
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table_of(tenants))
+    lines = console.export_text().splitlines()
+    assert [line.split()[1:] for line in lines[2:]] == [
+        ["1.5", "MiB", "1.5", "MiB", *["9,999"] * 4, "20k", "9,999", "0"],
+        ["0", "B", "0", "B", *["0"] * 7],
+    ]
+    assert lines[1].split()[1:] == ["1023", "TiB", "1023", "TiB", *["123G"] * 4, "247G", "123G", "0"]
+    assert lines[1].startswith("a-te")
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_recording_does_not_keep_the_pool_from_other_operators(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def init(
         raise ConfigError(f"--output {output}: {error.strerror}; name a new file in a folder that is there") from error
     with open(descriptor, "w") as written:
         written.write(text)
-    print(f"{output}: written; then: kvtier config check {output}", file=sys.stderr)
+    print(f"{output}: written; export the variables that it names, then: kvtier config check {output}", file=sys.stderr)
 
 
 def findings(file: Path) -> list[Finding]:
