@@ -8,11 +8,10 @@ from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 
-from kvtier.cli.doctor.clocks import healthz
 from kvtier.cli.doctor.lines import Level, Line, Look
 from kvtier.cli.doctor.pool_failures import failure_line
 from kvtier.cli.doctor.pool_ways import try_way
-from kvtier.cli.stats.samples import reachable
+from kvtier.cli.doctor.serving import serving_line
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.config.gateway import DNS_PREFIX, GatewayEngineConfig
@@ -31,7 +30,8 @@ def gateway_looks(config: Config, file: Path | None) -> Iterable[Look]:
     if "gateway" not in config.model_fields_set:
         return
     yield Look("gateway.engines", partial(_engines, config))
-    yield Look("gateway.status_listen", partial(_serving, config, file))
+    key, listen = "gateway.status_listen", config.gateway.status_listen
+    yield Look(key, lambda: [serving_line(key, "gateway", listen, file)])
     if config.pool.address and any(tenant.token is not None for tenant in config.tenants.values()):
         yield Look("pool.address", partial(_pool, config))
     if config.gateway.tokenizer is not None:
@@ -71,22 +71,6 @@ def _problem_of(context: ssl.SSLContext, engine: GatewayEngineConfig) -> tuple[s
         remedy = 'start it with kvtier, or set isolation = "cache_salt" for it'
         return "its /metrics does not show that it runs kvtier: tenants would share its cache", remedy
     return None
-
-
-def _serving(config: Config, file: Path | None) -> Iterable[Line]:
-    table, key = config.gateway, "gateway.status_listen"
-    if table.status_listen.endswith(":0"):
-        return [Line(Level.NOTE, key, "takes any port: whether a gateway runs with this file cannot be asked")]
-    url = f"http://{reachable(table.status_listen)}"
-    try:
-        status, text, _ = healthz(url, _HTTP_S)
-    except (OSError, ValueError, HTTPException):
-        name = "" if file is None else f" --config {file}"
-        found = f"no gateway answers at {url}"
-        return [Line(Level.NOTE, key, found, remedy=f"to start it: kvtier gateway serve{name}")]
-    said = " ".join(text.split())[:300]
-    level = Level.OK if status == 200 else Level.PROBLEM
-    return [Line(level, key, f"a gateway answers at {url}: {status} {said}")]
 
 
 def _pool(config: Config) -> Iterable[Line]:

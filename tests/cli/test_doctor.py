@@ -281,6 +281,23 @@ def test_another_model_than_the_others(tmp_path: Path) -> None:
         assert not any("namespace" in text for text in diagnosed(file).of("warning")), "they are its own"
 
 
+def test_an_engine_and_a_gateway_that_hang(tmp_path: Path) -> None:
+    """The ports are in use, and nobody answers there."""
+    with socket.create_server(("127.0.0.1", 0)) as hung, an_engine("") as listen:
+        stopped = f"127.0.0.1:{hung.getsockname()[1]}"
+        found = diagnosed(engine_file(tmp_path, [], f"[engine]\nlisten = '{stopped}'"))
+        found.tells("engine.listen", f"somebody listens at http://{stopped}, and does not answer", "restart it")
+        found = diagnosed(engine_file(tmp_path, [], f"[engine]\nlisten = '{listen}'"))
+        found.tells("engine.listen", f"http://{listen} answers 200", level="ok")
+        file = gateway_file(tmp_path / "gateway.toml", [f'"http://{listen}"'])
+        file.write_text(file.read_text().replace('status_listen = "127.0.0.1:0"', f'status_listen = "{stopped}"'))
+        secrets = {"RED_SECRET": "r" * 20, "BLUE_SECRET": "b" * 20, "RED_TOKEN": TOKEN, "BLUE_TOKEN": TOKEN}
+        found = diagnosed(file, **secrets)
+        found.tells("gateway.status_listen", f"somebody listens at http://{stopped}", "the gateway hangs")
+    found = diagnosed(engine_file(tmp_path, [], f"[engine]\nlisten = '{stopped}'"))
+    found.tells("engine.listen", "no engine answers", "kvtier engine serve --config", level="note")
+
+
 def test_a_gateways_engines_pool_and_tokenizer(tmp_path: Path) -> None:
     dead, secrets = free_port(), {"RED_SECRET": "r" * 20, "BLUE_SECRET": "b" * 20, "BLUE_TOKEN": TOKEN}
     (tmp_path / "model").mkdir()
