@@ -18,6 +18,7 @@ from kvtier.config.gateway import DNS_PREFIX, GatewayEngineConfig
 from kvtier.config.tls_files import gateway_engine_tls, pool_tls
 from kvtier.net.certificates import client_context
 from kvtier.net.tls import client_tls
+from kvtier_gateway.engine_failures import explained
 from kvtier_gateway.engines.page import takes_tenants
 
 _HTTP_S, _POOL_S = 3.0, 15.0
@@ -44,7 +45,7 @@ def _engines(config: Config) -> Iterable[Line]:
     files = gateway_engine_tls(config)
     context = ssl.create_default_context() if files is None else client_context(files)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvtier-doctor-engine") as threads:
-        problems = list(threads.map(partial(_problem_of, context), engines))
+        problems = list(threads.map(partial(_problem_of, context, files is not None), engines))
     works = sum(problem is None for problem in problems)
     for engine, problem in zip(engines, problems, strict=True):
         if problem is not None:
@@ -55,7 +56,7 @@ def _engines(config: Config) -> Iterable[Line]:
         yield Line(Level.OK, "gateway.engines", f"{works} of {len(engines)} answer and may get requests")
 
 
-def _problem_of(context: ssl.SSLContext, engine: GatewayEngineConfig) -> tuple[str, str] | None:
+def _problem_of(context: ssl.SSLContext, has_ca: bool, engine: GatewayEngineConfig) -> tuple[str, str] | None:
     """Why an engine gets no requests, and what to do; None: it gets some."""
     url = engine.url.removeprefix(DNS_PREFIX)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
@@ -64,8 +65,7 @@ def _problem_of(context: ssl.SSLContext, engine: GatewayEngineConfig) -> tuple[s
         with opener.open(f"{url}/metrics", timeout=_HTTP_S) as answer:
             page = answer.read(_MOST_PAGE_BYTES)
     except (OSError, HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        return f"it does not answer: {reason}", "start it, wait until it is up, or correct the URL"
+        return explained(url, error, has_ca=has_ca)
     is_of_several = engine.tenants is None or len(engine.tenants) > 1
     if engine.isolation == "tenant" and is_of_several and not takes_tenants(page):
         remedy = 'start it with kvtier, or set isolation = "cache_salt" for it'

@@ -5,27 +5,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
-import kvtier_engine.checks
 from certificates import Authority
 from configured_pool import running
-from doctor_rig import PASSWORD, TOKEN, diagnosed, diagnosed_as, engine_file, pool_file, run
+from doctor_rig import PASSWORD, diagnosed, diagnosed_as, engine_file, pool_file, run
 from free_port import free_port
-from gateway_rig import PlayedEngine, gateway_file
-from kvtier.cli.doctor import command
-from kvtier.cli.doctor.lines import Level, Line, Look
-from kvtier.cli.doctor.patience import Patience
-from kvtier.cli.doctor.running import run_looks
-from kvtier.tiers.base import WriteStatus
-from pool_rig import connect, items
 from redis_rig import running_cluster, running_redis
 from suspending import suspended
 
@@ -232,93 +221,6 @@ def test_an_expired_certificate(tmp_path: Path) -> None:
     diagnosed(file).tells("pool_service.tls_certificate", "expires at", level="warning")
 
 
-@contextmanager
-def an_engine(page: str) -> Iterator[str]:
-    """What serves the metrics of an engine."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(page.encode())
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_another_model_than_the_others(tmp_path: Path) -> None:
-    """A folder that is no model, and an engine that finds nothing of what others have put into the pool."""
-    (tmp_path / "model").mkdir()
-    found = diagnosed(engine_file(tmp_path, "127.0.0.1:1", "[engine]\nmodel = 'model'"))
-    found.tells("engine.model", "config.json", "name a Hugging Face folder")
-    shape = '{"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}'
-    (tmp_path / "model" / "config.json").write_text(shape)
-    found = diagnosed(engine_file(tmp_path, "127.0.0.1:1", "[engine]\nmodel = 'model'"))
-    found.tells("engine.model", "no *.safetensors (the weights)", "download the complete model")
-    pages = [
-        "# TYPE kvtier_engine_prompt_tokens counter\nkvtier_engine_prompt_tokens_total 640.0\n"
-        f'kvtier_tier_blocks_total{{tier="pool",op="write",status="stored"}} {num_stored}\n'
-        for num_stored in (0, 4)
-    ]
-    with running(pool_file(tmp_path)) as pool, an_engine(pages[0]) as listen, an_engine(pages[1]) as writer:
-        file = engine_file(tmp_path, pool.block, f"[engine]\nlisten = '{listen}'")
-        assert not any("namespace" in text for text in diagnosed(file).of("warning"))
-        tier = connect(pool.block, token=TOKEN)
-        assert tier.write(items(range(4))) == [WriteStatus.STORED] * 4
-        tier.close()
-        found = diagnosed(file)
-        found.tells("the pool has 4 blocks", "none of them in 640 tokens", "another namespace", level="warning")
-        file = engine_file(tmp_path, pool.block, f"[engine]\nlisten = '{writer}'")
-        assert not any("namespace" in text for text in diagnosed(file).of("warning")), "they are its own"
-
-
-def test_an_engine_and_a_gateway_that_hang(tmp_path: Path) -> None:
-    """The ports are in use, and nobody answers there."""
-    with socket.create_server(("127.0.0.1", 0)) as hung, an_engine("") as listen:
-        stopped = f"127.0.0.1:{hung.getsockname()[1]}"
-        found = diagnosed(engine_file(tmp_path, [], f"[engine]\nlisten = '{stopped}'"))
-        found.tells("engine.listen", f"somebody listens at http://{stopped}, and does not answer", "restart it")
-        found = diagnosed(engine_file(tmp_path, [], f"[engine]\nlisten = '{listen}'"))
-        found.tells("engine.listen", f"http://{listen} answers 200", level="ok")
-        file = gateway_file(tmp_path / "gateway.toml", [f'"http://{listen}"'])
-        file.write_text(file.read_text().replace('status_listen = "127.0.0.1:0"', f'status_listen = "{stopped}"'))
-        secrets = {"RED_SECRET": "r" * 20, "BLUE_SECRET": "b" * 20, "RED_TOKEN": TOKEN, "BLUE_TOKEN": TOKEN}
-        found = diagnosed(file, **secrets)
-        found.tells("gateway.status_listen", f"somebody listens at http://{stopped}", "the gateway hangs")
-    found = diagnosed(engine_file(tmp_path, [], f"[engine]\nlisten = '{stopped}'"))
-    found.tells("engine.listen", "no engine answers", "kvtier engine serve --config", level="note")
-
-
-def test_a_gateways_engines_pool_and_tokenizer(tmp_path: Path) -> None:
-    dead, secrets = free_port(), {"RED_SECRET": "r" * 20, "BLUE_SECRET": "b" * 20, "BLUE_TOKEN": TOKEN}
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    with PlayedEngine() as engine, running(pool_file(tmp_path)) as pool:
-        pool_table = f"[pool]\naddress = '{pool.block}'\n"
-        file = gateway_file(
-            tmp_path / "gateway.toml", [f'"{engine.url}"', f'"http://127.0.0.1:{dead}"'], top=pool_table
-        )
-        found = diagnosed(file, RED_TOKEN=TOKEN, **secrets)
-        found.tells("gateway.engines", "1 of 2 answer", level="ok")
-        found.tells(f"gateway.engines http://127.0.0.1:{dead}", "Connection refused", "start it", level="warning")
-        found.tells("the pool answers tenant 'red'", level="ok")
-        found.tells("pool.address", "refuses the token of tenant 'blue'")
-        engine.page = "vllm:num_requests_running 0.0\n"
-        file = gateway_file(tmp_path / "gateway.toml", [f'"{engine.url}"'], "tokenizer = 'model'")
-        found = diagnosed(file, RED_TOKEN=TOKEN, **secrets)
-        found.tells("gateway.engines", "does not show that it runs kvtier", "cache_salt")
-        found.tells("gateway.tokenizer", "tokenizer.json cannot be read")
-
-
 def test_two_pools_on_one_folder(tmp_path: Path) -> None:
     disk = "disk_dir = 'disk'\ndisk_reserve_bytes = '1MiB'"
     second = pool_file(tmp_path, disk, name="second.toml")
@@ -335,75 +237,3 @@ def test_what_is_printed_fits_and_says_how_many(tmp_path: Path) -> None:
     assert [line for line in lines if len(line) > 80 and str(tmp_path) not in line] == []
     assert lines[1].startswith("problem  pool.address 127.0.0.1:1: nobody listens there")
     assert lines[-1].startswith("1 problem, ")
-
-
-GOOD = Line(Level.OK, "good", "is well")
-
-
-def test_nothing_that_hangs_is_waited_for() -> None:
-    over = threading.Event()
-
-    def hang() -> Iterator[Line]:
-        yield GOOD
-        over.wait(60)
-
-    def fail() -> list[Line]:
-        raise ZeroDivisionError("by accident")
-
-    looks = [Look("hung", hang), Look("good", lambda: [GOOD]), Look("wrong", fail)]
-    (hung, good, wrong), have_ended = run_looks(looks, Patience(0.2, 60))
-    over.set()
-    assert not have_ended
-    assert good == [GOOD]
-    assert hung[0] == GOOD, "what it has found before it hangs"
-    assert (hung[1].level, hung[1].subject, "hangs" in hung[1].remedy) == (Level.PROBLEM, "hung", True)
-    assert (wrong[0].level, "ZeroDivisionError: by accident" in wrong[0].found) == (Level.WARNING, True)
-    join_looks()
-
-
-def join_looks() -> None:
-    for thread in threading.enumerate():
-        if thread.name.startswith("kvtier-doctor"):
-            thread.join()
-
-
-def compute(seconds: float) -> list[Line]:
-    begun = time.thread_time()
-    while time.thread_time() < begun + seconds:
-        pass
-    return [GOOD]
-
-
-def test_what_waits_for_cores_does_not_hang() -> None:
-    """Four processes that compute for each core, and a look that needs three times what it may be blocked for."""
-    loop = [sys.executable, "-c", "while True: pass"]
-    others = [subprocess.Popen(loop) for _ in range(4 * len(os.sched_getaffinity(0)))]
-    look = Look("slow", lambda: compute(0.6))
-    try:
-        assert run_looks([look], Patience(0.2, 60)) == ([[GOOD]], True)
-        (((line,),), has_ended) = run_looks([look], Patience(0.2, 0.1))
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-    assert (has_ended, line.level, "threads want" in line.found) == (False, Level.PROBLEM, True)
-    assert "when the host has less to do" in line.remedy
-    assert "hangs" not in line.remedy
-    join_looks()
-
-
-def test_one_check_that_hangs_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    over = threading.Event()
-    monkeypatch.setattr(command, "_LOOKS_S", 0.5)
-    monkeypatch.setattr(kvtier_engine.checks, "load_model_shape", lambda model: over.wait(60))
-    monkeypatch.setattr(os, "_exit", lambda code: None)
-    (tmp_path / "model").mkdir()
-    more = "[engine]\nmodel = 'model'\n[disk]\ndirectory = 'disk'\nreserve_bytes = '900TiB'"
-    file = engine_file(tmp_path, "127.0.0.1:1", more)
-    try:
-        found = diagnosed(file)
-    finally:
-        over.set()
-        join_looks()
-    found.tells("disk.reserve_bytes", "nothing will be stored")
-    found.tells("configuration", "has not answered")
