@@ -173,7 +173,19 @@ def test_a_server_of_a_cluster(tmp_path: Path) -> None:
         found.tells("one of a Cluster", "redis+cluster://")
         found = diagnosed(pool_file(tmp_path, f"redis_url = 'redis+cluster://127.0.0.1:{nodes[0].port}'"))
         assert found.code == 0, found.problems()
-        assert sum("answers in" in text for text in found.of("ok")) == 2
+        for node in nodes:
+            found.tells(f"pool_service.redis_url 127.0.0.1:{node.port}", "answers in", level="ok")
+        nodes[1].kill()
+        found = diagnosed(pool_file(tmp_path, f"redis_url = 'redis+cluster://127.0.0.1:{nodes[0].port}'"))
+        found.tells(f"redis_url 127.0.0.1:{nodes[1].port}", "Connection refused", "the other nodes serve theirs")
+        found.tells(f"redis_url 127.0.0.1:{nodes[0].port}", "answers in", level="ok")
+    found = diagnosed(pool_file(tmp_path, f"redis_url = 'redis+cluster://127.0.0.1:{nodes[0].port}'"))
+    found.tells("pool_service.redis_url", "Connection refused", "the pool runs without this tier")
+
+
+def test_sentinels_that_are_dead(tmp_path: Path) -> None:
+    found = diagnosed(pool_file(tmp_path, f"redis_url = 'redis+sentinel://127.0.0.1:{free_port()}/main'"))
+    found.tells("no Sentinel answers", "one that runs keeps to the master that it knows", "start the Sentinels")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
