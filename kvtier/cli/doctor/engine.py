@@ -28,7 +28,14 @@ def engine_looks(config: Config, file: Path | None) -> Iterable[Look]:
     """Looks for a file that says whose blocks an engine has. See `kvtier.cli.doctor.lines.Looks`."""
     if not config.is_of_an_engine:
         return
-    disk, pool = config.disk, config.pool
+    if "engine" in config.model_fields_set:
+        yield Look("engine.listen", lambda: [_serving(config, file)])
+    if config.engine.cache:
+        yield from _tiers(config, file)
+
+
+def _tiers(config: Config, file: Path | None) -> Iterable[Look]:
+    disk = config.disk
     if disk.directory is not None:
         folder = config.references.path(disk.directory)
         settings = FolderSettings(
@@ -40,13 +47,10 @@ def engine_looks(config: Config, file: Path | None) -> Iterable[Look]:
             disk.direct_io,
         )
         yield Look(settings.key, partial(folder_lines, settings, file))
-    if "engine" in config.model_fields_set:
-        yield Look("engine.listen", lambda: [_serving(config, file)])
-    if not pool.address:
-        return
-    yield Look("pool.address", lambda: _pool(config))
-    yield Look("pool.tls_ca", lambda: _certificates(config))
-    yield Look("clock", lambda: _clock(config))
+    if config.pool.address:
+        yield Look("pool.address", lambda: _pool(config))
+        yield Look("pool.tls_ca", lambda: _certificates(config))
+        yield Look("clock", lambda: _clock(config))
 
 
 def _serving(config: Config, file: Path | None) -> Line:
