@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import kvtier_engine.checks
-from doctor_rig import diagnosed, engine_file
+from certificates import Authority
+from doctor_rig import diagnosed, engine_file, pool_file
+from hanging_disk import hanging_disk
 from kvtier.cli.doctor import command
 from kvtier.cli.doctor.lines import Level, Line, Look
 from kvtier.cli.doctor.patience import Patience
@@ -87,3 +89,25 @@ def test_one_check_that_hangs_hides_no_other(tmp_path: Path, monkeypatch: pytest
         join_looks()
     found.tells("disk.reserve_bytes", "nothing will be stored")
     found.tells("configuration", "has not answered")
+
+
+def test_a_disk_that_hangs_hides_no_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an engine's file and of a pool's alike."""
+    monkeypatch.setattr(command, "_LOOKS_S", 1.0)
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    Authority(tmp_path).issue("own", "127.0.0.1", valid_days=-1)
+    tls, folder = "tls_certificate = 'own.pem'\ntls_key = 'own.key'\n", tmp_path / "mounted" / "disk"
+    files = {
+        "engine": engine_file(tmp_path, "127.0.0.1:1", f"[engine]\n{tls}[disk]\ndirectory = '{folder}'"),
+        "pool_service": pool_file(tmp_path, f"{tls}disk_dir = '{folder}'"),
+    }
+    with hanging_disk(tmp_path) as disk:
+        for table, file in files.items():
+            disk.hang()
+            try:
+                found = diagnosed(file)
+            finally:
+                disk.answer()
+                join_looks()
+            found.tells(f"{table}.tls_certificate", "expired at")
+            found.tells("disk", "has not answered", "look for a disk, a file system of a network")

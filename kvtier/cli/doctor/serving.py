@@ -8,7 +8,7 @@ from kvtier.cli.doctor.clocks import healthz
 from kvtier.cli.doctor.lines import Level, Line
 from kvtier.cli.stats.samples import reachable
 
-_HTTP_S = 3.0
+_HTTP_S = 5.0
 
 
 def serving_line(
@@ -41,5 +41,5 @@ def _hangs(key: str, who: str, url: str) -> Line:
         key,
         f"somebody listens at {url}, and does not answer within {_HTTP_S:g} s",
         "no request is served",
-        f"the {who} hangs or is stopped: see its log, and restart it; if it is another program, set {key}",
+        f"if it stays so, the {who} hangs or is stopped: see its log, restart it; if it is another program, set {key}",
     )
