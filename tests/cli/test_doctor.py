@@ -249,3 +249,14 @@ def test_what_is_printed_fits_and_says_how_many(tmp_path: Path) -> None:
     assert [line for line in lines if len(line) > 80 and str(tmp_path) not in line] == []
     assert lines[1].startswith("problem  pool.address 127.0.0.1:1: nobody listens there")
     assert lines[-1].startswith("1 problem, ")
+
+
+def test_what_is_printed_fits_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for words that are longer, such as paths."""
+    monkeypatch.setenv("COLUMNS", "40")
+    command = [sys.executable, "-m", "kvtier.cli.main", "config", "keys", "disk"]
+    keys = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    for said in (keys.stdout, run(engine_file(tmp_path, "127.0.0.1:1")).stdout):
+        lines = [line for line in said.splitlines() if len(line.split()) > 2 and str(tmp_path) not in line]
+        assert lines
+        assert [line for line in lines if len(line) > 40] == []

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from kvtier.cli.columns import text_width
 from kvtier.cli.configuration.all_checks import checks_of
 from kvtier.cli.doctor.lines import Level, Line, Look
 from kvtier.cli.doctor.machine import machine_looks
@@ -116,7 +117,7 @@ def _print(file: Path | None, lines: list[Line], seconds: float) -> None:
         if line.remedy:
             print(_filled(line.remedy, f"{_INDENT}-> "))
     counts = ", ".join(_counted(sum(line.level is level for line in lines), level) for level in Level)
-    print(f"{counts}; looked for {seconds:.1f} s")
+    print(_filled(f"{counts}; looked for {seconds:.1f} s", ""))
 
 
 def _counted(count: int, level: Level) -> str:
@@ -124,9 +125,9 @@ def _counted(count: int, level: Level) -> str:
 
 
 def _filled(text: str, begin: str) -> str:
-    behind = " " * len(begin)
+    behind, width = " " * len(begin), text_width(_WIDTH)
     return textwrap.fill(
-        text, _WIDTH, initial_indent=begin, subsequent_indent=behind, break_long_words=False, break_on_hyphens=False
+        text, width, initial_indent=begin, subsequent_indent=behind, break_long_words=False, break_on_hyphens=False
     )
 
 
