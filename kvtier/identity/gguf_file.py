@@ -31,6 +31,11 @@ def read_gguf(path: Path) -> tuple[Any, dict[str, Any]]:
         raise ConfigError(f"{path} cannot be read: {error}; name a file that is there") from error
     except (ValueError, KeyError, IndexError, OverflowError) as error:
         # What the reader says of a torn file is about numpy's views, and helps nobody.
-        raise ConfigError(
-            f"{path} cannot be read as GGUF: it is torn, or of a format that is not GGUF 2 or 3; download it again"
-        ) from error
+        raise torn(path) from error
+
+
+def torn(path: Path) -> ConfigError:
+    """What to raise for a file that is no whole GGUF."""
+    return ConfigError(
+        f"{path} cannot be read as GGUF: it is torn, or of a format that is not GGUF 2 or 3; download it again"
+    )

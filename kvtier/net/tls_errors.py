@@ -1,6 +1,7 @@
 """What went wrong with TLS, in words that say what to change."""
 
 import ssl
+from dataclasses import dataclass
 
 from kvtier.errors import UnauthenticatedError
 
@@ -20,6 +21,26 @@ _REFUSED_CERTIFICATE = (
     "CERTIFICATE_REQUIRED",
 )
 """How alerts about the receiver's own certificate end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What a client trusts, and what to do about what it does not, in words of its configuration."""
+
+    certificate: str
+    """The server's, as `the pool's certificate`."""
+    cas: str
+    """None of what the client trusts, as `no CA in tls_ca`."""
+    cas_remedy: str
+    name_remedy: str
+
+
+_POOL = Trust(
+    "the pool's certificate",
+    "no CA in tls_ca",
+    "is it the right file?",
+    "use an address that it is for, or set tls_server_name in [pool]",
+)
 
 
 class TlsError(OSError):
@@ -47,14 +68,14 @@ def _failed(error: ssl.SSLError, name: str) -> TlsError | UnauthenticatedError:
     """What a client says of TLS that failed, and what to do about it."""
     reason = error.reason or str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
-        return TlsError(_distrust(error, name))
+        return TlsError(": ".join(distrust(error, name, _POOL)))
     if "_ALERT_" in reason and reason.endswith(_REFUSED_CERTIFICATE):
         why = reason.partition("_ALERT_")[2].lower().replace("_", " ")
         return UnauthenticatedError(
             f"the pool refuses this engine's certificate ({why}): give [pool] a tls_certificate and tls_key that are "
             "valid and signed by a CA in the pool's tls_client_ca"
         )
-    if reason in _NO_TLS:
+    if is_of_no_tls(error):
         return TlsError(
             "no TLS is spoken there: give the pool tls_certificate and tls_key, or take tls_ca out of [pool]"
         )
@@ -67,12 +88,18 @@ def _failed(error: ssl.SSLError, name: str) -> TlsError | UnauthenticatedError:
     return TlsError(f"TLS failed: {reason}")
 
 
-def _distrust(error: ssl.SSLCertVerificationError, name: str) -> str:
+def distrust(error: ssl.SSLCertVerificationError, name: str, trust: Trust) -> tuple[str, str]:
+    """Why a client takes no certificate, and what to do.
+
+    :param name: of the server, as the client has it.
+    """
     if error.verify_code in _NAMED_OTHERWISE:
-        return (
-            f"the pool's certificate is not for {name!r}: use an address that it is for, or set tls_server_name in "
-            f"[pool] ({error.verify_message})"
-        )
+        return f"{trust.certificate} is not for {name!r} ({error.verify_message})", trust.name_remedy
     if error.verify_code in _UNTRUSTED:
-        return f"no CA in tls_ca has signed the pool's certificate ({error.verify_message}); is it the right file?"
-    return f"the pool's certificate does not hold ({error.verify_message}): renew it, or check this machine's clock"
+        return f"{trust.cas} has signed {trust.certificate} ({error.verify_message})", trust.cas_remedy
+    return f"{trust.certificate} does not hold ({error.verify_message})", "renew it, or check this machine's clock"
+
+
+def is_of_no_tls(error: ssl.SSLError) -> bool:
+    """Whether the other end does not speak TLS."""
+    return error.reason in _NO_TLS

@@ -85,8 +85,10 @@ def _sizes(config: Config, token_bytes: int, window_bytes: int) -> Iterable[Find
             "evicted before they are hit; raise it",
         )
     block = token_bytes * config.cache.tokens_per_block
-    capacities = [("engine.kv_bytes", int(config.engine.kv_bytes)), ("host.capacity_bytes", config.host_bytes())]
-    if config.disk.directory is not None:
+    capacities = [("engine.kv_bytes", int(config.engine.kv_bytes))]
+    if config.engine.cache:
+        capacities.append(("host.capacity_bytes", config.host_bytes()))
+    if config.engine.cache and config.disk.directory is not None:
         capacities.append(("disk.capacity_bytes", int(config.disk.capacity_bytes)))
     conversation = token_bytes * _FEW_TOKENS + window_bytes
     for key, nbytes in capacities:

@@ -8,17 +8,17 @@ from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 
-from kvtier.cli.doctor.clocks import healthz
 from kvtier.cli.doctor.lines import Level, Line, Look
 from kvtier.cli.doctor.pool_failures import failure_line
 from kvtier.cli.doctor.pool_ways import try_way
-from kvtier.cli.stats.samples import reachable
+from kvtier.cli.doctor.serving import serving_line
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.config.gateway import DNS_PREFIX, GatewayEngineConfig
 from kvtier.config.tls_files import gateway_engine_tls, pool_tls
 from kvtier.net.certificates import client_context
 from kvtier.net.tls import client_tls
+from kvtier_gateway.engine_failures import explained
 from kvtier_gateway.engines.page import takes_tenants
 
 _HTTP_S, _POOL_S = 3.0, 15.0
@@ -31,7 +31,8 @@ def gateway_looks(config: Config, file: Path | None) -> Iterable[Look]:
     if "gateway" not in config.model_fields_set:
         return
     yield Look("gateway.engines", partial(_engines, config))
-    yield Look("gateway.status_listen", partial(_serving, config, file))
+    key, listen = "gateway.status_listen", config.gateway.status_listen
+    yield Look(key, lambda: [serving_line(key, "gateway", listen, file)])
     if config.pool.address and any(tenant.token is not None for tenant in config.tenants.values()):
         yield Look("pool.address", partial(_pool, config))
     if config.gateway.tokenizer is not None:
@@ -44,7 +45,7 @@ def _engines(config: Config) -> Iterable[Line]:
     files = gateway_engine_tls(config)
     context = ssl.create_default_context() if files is None else client_context(files)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvtier-doctor-engine") as threads:
-        problems = list(threads.map(partial(_problem_of, context), engines))
+        problems = list(threads.map(partial(_problem_of, context, files is not None), engines))
     works = sum(problem is None for problem in problems)
     for engine, problem in zip(engines, problems, strict=True):
         if problem is not None:
@@ -55,7 +56,7 @@ def _engines(config: Config) -> Iterable[Line]:
         yield Line(Level.OK, "gateway.engines", f"{works} of {len(engines)} answer and may get requests")
 
 
-def _problem_of(context: ssl.SSLContext, engine: GatewayEngineConfig) -> tuple[str, str] | None:
+def _problem_of(context: ssl.SSLContext, has_ca: bool, engine: GatewayEngineConfig) -> tuple[str, str] | None:
     """Why an engine gets no requests, and what to do; None: it gets some."""
     url = engine.url.removeprefix(DNS_PREFIX)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
@@ -64,29 +65,12 @@ def _problem_of(context: ssl.SSLContext, engine: GatewayEngineConfig) -> tuple[s
         with opener.open(f"{url}/metrics", timeout=_HTTP_S) as answer:
             page = answer.read(_MOST_PAGE_BYTES)
     except (OSError, HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        return f"it does not answer: {reason}", "start it, wait until it is up, or correct the URL"
+        return explained(url, error, has_ca=has_ca)
     is_of_several = engine.tenants is None or len(engine.tenants) > 1
     if engine.isolation == "tenant" and is_of_several and not takes_tenants(page):
         remedy = 'start it with kvtier, or set isolation = "cache_salt" for it'
         return "its /metrics does not show that it runs kvtier: tenants would share its cache", remedy
     return None
-
-
-def _serving(config: Config, file: Path | None) -> Iterable[Line]:
-    table, key = config.gateway, "gateway.status_listen"
-    if table.status_listen.endswith(":0"):
-        return [Line(Level.NOTE, key, "takes any port: whether a gateway runs with this file cannot be asked")]
-    url = f"http://{reachable(table.status_listen)}"
-    try:
-        status, text, _ = healthz(url, _HTTP_S)
-    except (OSError, ValueError, HTTPException):
-        name = "" if file is None else f" --config {file}"
-        found = f"no gateway answers at {url}"
-        return [Line(Level.NOTE, key, found, remedy=f"to start it: kvtier gateway serve{name}")]
-    said = " ".join(text.split())[:300]
-    level = Level.OK if status == 200 else Level.PROBLEM
-    return [Line(level, key, f"a gateway answers at {url}: {status} {said}")]
 
 
 def _pool(config: Config) -> Iterable[Line]:

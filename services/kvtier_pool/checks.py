@@ -44,9 +44,9 @@ def pool_findings(config: Config) -> Iterable[Finding]:
         lambda: require_protected(config),
         lambda: server_tls(pool_service_tls(config)),
         lambda: config.storage_seals(config.tenants),
-        *place_attempts(config),
     )
     yield from setting_findings(config)
+    yield from errors_of(*place_attempts(config))
 
 
 def setting_findings(config: Config) -> Iterable[Finding]:
@@ -54,12 +54,12 @@ def setting_findings(config: Config) -> Iterable[Finding]:
     begun to watch the files."""
     yield from _http(config)
     yield from _memory(config)
-    yield from _disk(config)
     yield from _guarantees(config)
     if config.pool_service.redis_url is None:
         yield from without_effect(config, "pool_service", fields_of(config, "pool_service", "redis_"), "redis_url")
     yield from _connections(config)
     yield from ending_certificates(config, "pool_service", ("tls_certificate", "tls_client_ca"))
+    yield from _disk(config)  # last: a disk may hang
 
 
 def _http(config: Config) -> Iterable[Finding]:

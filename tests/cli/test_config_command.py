@@ -189,6 +189,14 @@ def test_sizes_are_told_in_tokens_of_the_model(tmp_path: Path, monkeypatch: pyte
             assert [f"set it to {least:,} at the very least" in text for text in errors] == [True] * is_error
 
 
+def test_without_a_cache_nothing_is_said_of_its_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER__ENGINE__CACHE", "false")
+    file = file_of_model(demo_model_path(), tmp_path, monkeypatch)
+    assert {finding.key for finding in findings_of(file)} == {"engine.kv_bytes"}
+    monkeypatch.setenv("KVTIER__DISK__DIRECTORY", str(tmp_path))
+    assert {finding.key for finding in findings_of(file)} == {"engine.kv_bytes", "engine.cache"}
+
+
 def test_sizes_are_told_of_a_gguf_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's model has the shape of the test above."""
     file = file_of_model(demo_model_path(), tmp_path, monkeypatch)

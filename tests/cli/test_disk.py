@@ -18,6 +18,7 @@ from kvtier.errors import ConfigError
 from kvtier.identity.keys import tenant_id
 from kvtier.testing.blocks import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.disk.log.format import PAGE, keys_of
+from kvtier.tiers.disk.medium.folder import MARKER
 from kvtier.tiers.disk.operations.survey import survey
 from kvtier.tiers.disk.tier import DiskTier
 
@@ -136,6 +137,14 @@ def test_what_is_no_folder_of_a_disk_tier_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is no disk tier folder"):
             run(command, tmp_path)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_drive_that_fails_is_no_wrong_folder(tmp_path: Path) -> None:
+    """The first page of a process cannot be read, and its memory gives EIO there."""
+    (tmp_path / MARKER).symlink_to("/proc/self/mem")
+    for command in ("inspect", "fsck"):
+        with pytest.raises(ConfigError, match=r"Input/output error.*the drive or its file system fails: see dmesg"):
+            run(command, tmp_path)
 
 
 def test_a_survey_changes_nothing_and_counts_everything(tmp_path: Path) -> None:

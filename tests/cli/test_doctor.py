@@ -5,24 +5,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from certificates import Authority
 from configured_pool import running
-from doctor_rig import PASSWORD, TOKEN, diagnosed, diagnosed_as, engine_file, pool_file, run
+from doctor_rig import PASSWORD, diagnosed, diagnosed_as, engine_file, pool_file, run
 from free_port import free_port
-from gateway_rig import PlayedEngine, gateway_file
-from kvtier.cli.doctor.lines import Level, Line, Look
-from kvtier.cli.doctor.running import run_looks
-from kvtier.clock import MONOTONIC
-from kvtier.tiers.base import WriteStatus
-from pool_rig import connect, items
 from redis_rig import running_cluster, running_redis
 from suspending import suspended
 
@@ -181,7 +173,19 @@ def test_a_server_of_a_cluster(tmp_path: Path) -> None:
         found.tells("one of a Cluster", "redis+cluster://")
         found = diagnosed(pool_file(tmp_path, f"redis_url = 'redis+cluster://127.0.0.1:{nodes[0].port}'"))
         assert found.code == 0, found.problems()
-        assert sum("answers in" in text for text in found.of("ok")) == 2
+        for node in nodes:
+            found.tells(f"pool_service.redis_url 127.0.0.1:{node.port}", "answers in", level="ok")
+        nodes[1].kill()
+        found = diagnosed(pool_file(tmp_path, f"redis_url = 'redis+cluster://127.0.0.1:{nodes[0].port}'"))
+        found.tells(f"redis_url 127.0.0.1:{nodes[1].port}", "Connection refused", "the other nodes serve theirs")
+        found.tells(f"redis_url 127.0.0.1:{nodes[0].port}", "answers in", level="ok")
+    found = diagnosed(pool_file(tmp_path, f"redis_url = 'redis+cluster://127.0.0.1:{nodes[0].port}'"))
+    found.tells("pool_service.redis_url", "Connection refused", "the pool runs without this tier")
+
+
+def test_sentinels_that_are_dead(tmp_path: Path) -> None:
+    found = diagnosed(pool_file(tmp_path, f"redis_url = 'redis+sentinel://127.0.0.1:{free_port()}/main'"))
+    found.tells("no Sentinel answers", "one that runs keeps to the master that it knows", "start the Sentinels")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
@@ -229,76 +233,6 @@ def test_an_expired_certificate(tmp_path: Path) -> None:
     diagnosed(file).tells("pool_service.tls_certificate", "expires at", level="warning")
 
 
-@contextmanager
-def an_engine(page: str) -> Iterator[str]:
-    """What serves the metrics of an engine."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(page.encode())
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_another_model_than_the_others(tmp_path: Path) -> None:
-    """A folder that is no model, and an engine that finds nothing of what others have put into the pool."""
-    (tmp_path / "model").mkdir()
-    found = diagnosed(engine_file(tmp_path, "127.0.0.1:1", "[engine]\nmodel = 'model'"))
-    found.tells("engine.model", "config.json", "name a Hugging Face folder")
-    shape = '{"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}'
-    (tmp_path / "model" / "config.json").write_text(shape)
-    found = diagnosed(engine_file(tmp_path, "127.0.0.1:1", "[engine]\nmodel = 'model'"))
-    found.tells("engine.model", "no *.safetensors (the weights)", "download the complete model")
-    pages = [
-        "# TYPE kvtier_engine_prompt_tokens counter\nkvtier_engine_prompt_tokens_total 640.0\n"
-        f'kvtier_tier_blocks_total{{tier="pool",op="write",status="stored"}} {num_stored}\n'
-        for num_stored in (0, 4)
-    ]
-    with running(pool_file(tmp_path)) as pool, an_engine(pages[0]) as listen, an_engine(pages[1]) as writer:
-        file = engine_file(tmp_path, pool.block, f"[engine]\nlisten = '{listen}'")
-        assert not any("namespace" in text for text in diagnosed(file).of("warning"))
-        tier = connect(pool.block, token=TOKEN)
-        assert tier.write(items(range(4))) == [WriteStatus.STORED] * 4
-        tier.close()
-        found = diagnosed(file)
-        found.tells("the pool has 4 blocks", "none of them in 640 tokens", "another namespace", level="warning")
-        file = engine_file(tmp_path, pool.block, f"[engine]\nlisten = '{writer}'")
-        assert not any("namespace" in text for text in diagnosed(file).of("warning")), "they are its own"
-
-
-def test_a_gateways_engines_pool_and_tokenizer(tmp_path: Path) -> None:
-    dead, secrets = free_port(), {"RED_SECRET": "r" * 20, "BLUE_SECRET": "b" * 20, "BLUE_TOKEN": TOKEN}
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    with PlayedEngine() as engine, running(pool_file(tmp_path)) as pool:
-        pool_table = f"[pool]\naddress = '{pool.block}'\n"
-        file = gateway_file(
-            tmp_path / "gateway.toml", [f'"{engine.url}"', f'"http://127.0.0.1:{dead}"'], top=pool_table
-        )
-        found = diagnosed(file, RED_TOKEN=TOKEN, **secrets)
-        found.tells("gateway.engines", "1 of 2 answer", level="ok")
-        found.tells(f"gateway.engines http://127.0.0.1:{dead}", "Connection refused", "start it", level="warning")
-        found.tells("the pool answers tenant 'red'", level="ok")
-        found.tells("pool.address", "refuses the token of tenant 'blue'")
-        engine.page = "vllm:num_requests_running 0.0\n"
-        file = gateway_file(tmp_path / "gateway.toml", [f'"{engine.url}"'], "tokenizer = 'model'")
-        found = diagnosed(file, RED_TOKEN=TOKEN, **secrets)
-        found.tells("gateway.engines", "does not show that it runs kvtier", "cache_salt")
-        found.tells("gateway.tokenizer", "tokenizer.json cannot be read")
-
-
 def test_two_pools_on_one_folder(tmp_path: Path) -> None:
     disk = "disk_dir = 'disk'\ndisk_reserve_bytes = '1MiB'"
     second = pool_file(tmp_path, disk, name="second.toml")
@@ -317,24 +251,12 @@ def test_what_is_printed_fits_and_says_how_many(tmp_path: Path) -> None:
     assert lines[-1].startswith("1 problem, ")
 
 
-def test_nothing_that_hangs_is_waited_for() -> None:
-    over = threading.Event()
-
-    def hang() -> list[Line]:
-        over.wait(60)
-        return []
-
-    def fail() -> list[Line]:
-        raise ZeroDivisionError("by accident")
-
-    good = Line(Level.OK, "good", "is well")
-    looks = [Look("hung", hang), Look("good", lambda: [good]), Look("wrong", fail)]
-    lines, have_ended = run_looks(looks, MONOTONIC() + 0.2)
-    over.set()
-    assert not have_ended
-    assert lines[1] == good
-    assert (lines[0].level, lines[0].subject) == (Level.PROBLEM, "hung")
-    assert (lines[2].level, "ZeroDivisionError: by accident" in lines[2].found) == (Level.WARNING, True)
-    for thread in threading.enumerate():
-        if thread.name.startswith("kvtier-doctor"):
-            thread.join()
+def test_what_is_printed_fits_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for words that are longer, such as paths."""
+    monkeypatch.setenv("COLUMNS", "40")
+    command = [sys.executable, "-m", "kvtier.cli.main", "config", "keys", "disk"]
+    keys = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    for said in (keys.stdout, run(engine_file(tmp_path, "127.0.0.1:1")).stdout):
+        lines = [line for line in said.splitlines() if len(line.split()) > 2 and str(tmp_path) not in line]
+        assert lines
+        assert [line for line in lines if len(line) > 40] == []

@@ -1,5 +1,6 @@
 """Parts of `kvtier doctor` that need machines of other kinds: a GPU, another clock, a disk that is nearly full."""
 
+import errno
 import os
 import shutil
 import time
@@ -100,6 +101,17 @@ def test_a_full_disk_of_which_the_tier_has_a_part_is_used(tmp_path: Path, monkey
     assert kept.text.endswith("Lower disk.reserve_bytes, or use a larger file system")
     (tmp_path / "00000001.segment").write_bytes(bytes(1 << 20))
     assert list(room_on_disk("disk.capacity_bytes", tmp_path, GIB, 4096, "disk.reserve_bytes")) == []
+
+
+def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listdir(path: Path) -> list[str]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    settings = FolderSettings("disk.directory", tmp_path, "disk.capacity_bytes", 1 << 20, 0, "auto")
+    (line,) = folder_lines(settings, None)
+    assert "cannot be read: [Errno 5]" in line.found
+    assert "the drive or its file system fails" in line.remedy
 
 
 @pytest.mark.parametrize(("wanted", "level"), [("auto", Level.NOTE), ("on", Level.PROBLEM)])

@@ -13,6 +13,7 @@ from kvtier.cli.sizing.cli import size
 from kvtier.cli.sizing.estimate import Demand, break_even_bytes_per_s, estimate, ways
 from kvtier.cli.sizing.model_shape import load_model_shape
 from kvtier.errors import ConfigError
+from kvtier.identity.gguf_file import read_gguf
 
 LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 
@@ -99,8 +100,9 @@ def test_a_gguf_file_is_measured_as_a_folder_is(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ConfigError, match=r"torn\.gguf cannot be read as GGUF"):
         load_model_shape(tmp_path / "torn.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
+    assert load_model_shape(tmp_path / "small.gguf") == shape, "the package is for weights"
     with pytest.raises(ConfigError, match="pip install gguf"):
-        load_model_shape(tmp_path / "small.gguf")
+        read_gguf(tmp_path / "small.gguf")
 
 
 def test_only_full_blocks_are_kept() -> None:

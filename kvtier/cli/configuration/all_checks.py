@@ -1,6 +1,8 @@
 """What all installed packages find in a configuration, for `kvtier config check` and `kvtier doctor` alike."""
 
-from importlib.metadata import entry_points
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
 
 from kvtier.config import Config
 from kvtier.config.findings import Finding, Severity
@@ -11,15 +13,24 @@ CHECKS = "kvtier.config_checks"
 
 def findings_of(config: Config) -> list[Finding]:
     """Returns each finding once, errors first. It opens no connection and changes nothing."""
-    found: list[Finding] = []
-    for entry in entry_points(group=CHECKS):
-        try:
-            for finding in entry.load()(config):
-                found.append(finding)
-        except OSError as error:  # most often a folder that this user may not enter
-            text = f"{error}; run this as the user that the process has, or correct the path"
-            found.append(Finding(Severity.ERROR, "", text))
-    if not found and not config.model_fields_set:
-        found = [Finding(Severity.WARNING, "", "no key is set: it is neither an engine's file nor a pool's")]
+    found = [finding for check in checks_of(config) for finding in check()]
     order = list(Severity)
     return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.severity))
+
+
+def checks_of(config: Config) -> list[Callable[[], Iterable[Finding]]]:
+    """Returns what gives these findings, in parts that depend on each other in nothing."""
+    entries = entry_points(group=CHECKS)
+    return [partial(_nothing_set, config), *(partial(_found_by, entry, config) for entry in entries)]
+
+
+def _found_by(entry: EntryPoint, config: Config) -> Iterable[Finding]:
+    try:
+        yield from entry.load()(config)
+    except OSError as error:  # most often a folder that this user may not enter
+        yield Finding(Severity.ERROR, "", f"{error}; run this as the user that the process has, or correct the path")
+
+
+def _nothing_set(config: Config) -> Iterable[Finding]:
+    if not config.model_fields_set:
+        yield Finding(Severity.WARNING, "", "no key is set: it is neither an engine's file nor a pool's")

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvtier.cli.columns import text_width
 from kvtier.cli.configuration.all_checks import findings_of
 from kvtier.cli.configuration.effective import Setting, settings_of
 from kvtier.cli.configuration.starting_files import Role, starting_file
@@ -180,9 +181,12 @@ def _plain(key: Key) -> dict[str, Any]:
 
 def _print_key(key: Key) -> None:
     print(f"{key.path} = {key.default}" if key.default else key.path)
+    width, indent = text_width(78), "    "
     for paragraph in (key.kind, key.text):
         if paragraph:
-            print(textwrap.fill(paragraph, 78, initial_indent="    ", subsequent_indent="    ", break_long_words=False))
+            print(
+                textwrap.fill(paragraph, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
+            )
 
 
 def _setting_line(setting: Setting) -> str:

@@ -22,10 +22,11 @@ def engine_findings(config: Config) -> Iterable[Finding]:
     if not config.is_of_an_engine:
         return
     yield from errors_of(*engine_attempts(config, "cuda"))
-    yield from _memory(config)
-    yield from _disk(config)
-    yield from _pool(config)
     yield from ending_certificates(config, "engine", ["tls_certificate"])
+    if config.engine.cache:
+        yield from _memory(config)
+        yield from _pool(config)
+        yield from _disk(config)  # last: a disk may hang
 
 
 def _memory(config: Config) -> Iterable[Finding]:

@@ -27,8 +27,8 @@ def clock_line(other: str, apart_s: float) -> Line:
     )
 
 
-def healthz(url: str, timeout_s: float) -> tuple[int, str, float | None]:
-    """Asks a pool's HTTP port, and sends nothing secret: status, text, and how far its clock is ahead, in seconds.
+def healthz(url: str, timeout_s: float, path: str = "/healthz") -> tuple[int, str, float | None]:
+    """Asks a service's HTTP port, and sends nothing secret: status, text, and how far its clock is ahead, in seconds.
 
     :raises OSError: nobody answers, or not by HTTP. `ValueError`, `HTTPException`: no address, no HTTP.
     """
@@ -36,7 +36,7 @@ def healthz(url: str, timeout_s: float) -> tuple[int, str, float | None]:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
     try:
-        with opener.open(f"{url}/healthz", timeout=timeout_s) as answer:
+        with opener.open(f"{url}{path}", timeout=timeout_s) as answer:
             return answer.status, answer.read(1000).decode(errors="replace"), _ahead_s(answer.headers.get("Date"))
     except urllib.error.HTTPError as error:
         return error.code, error.read(1000).decode(errors="replace"), _ahead_s(error.headers.get("Date"))

@@ -4,17 +4,21 @@ import getpass
 import os
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import entry_points
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvtier.cli.configuration.all_checks import findings_of
+from kvtier.cli.columns import text_width
+from kvtier.cli.configuration.all_checks import checks_of
 from kvtier.cli.doctor.lines import Level, Line, Look
 from kvtier.cli.doctor.machine import machine_looks
+from kvtier.cli.doctor.patience import Patience
 from kvtier.cli.doctor.running import run_looks
 from kvtier.cli.options import print_json
 from kvtier.clock import MONOTONIC
@@ -24,8 +28,10 @@ from kvtier.errors import ConfigError
 
 LOOKS = "kvtier.doctor_looks"
 """Entry points: name -> `kvtier.cli.doctor.lines.Looks`."""
-_TIME_S, _LOADING_S = 25.0, 5.0
-"""Seconds for everything together, and of these for the file: what has not answered by then hangs."""
+_LOADING_S, _LOOKS_S = 5.0, 22.0
+"""Seconds for which the file, and then everything else, may be blocked: it hangs."""
+_MOST_S = 120.0
+"""Seconds for all looks together where cores are so busy that they do not come to their end."""
 _WIDTH = 79
 _INDENT = " " * 9
 _LEVELS = {Severity.ERROR: Level.PROBLEM, Severity.WARNING: Level.WARNING, Severity.NOTE: Level.NOTE}
@@ -42,7 +48,7 @@ def doctor(
     Give it the file that the process has, the same environment, and the same user and host (or container): it tries
     what that process would do. Each line is ok, a note, a warning or a problem, with its effect and what to do
     about it. It changes nothing but for a probe file in the disk folder, which it removes, prints no secrets, and
-    ends within 30 seconds. Exit code 0 without problems, 1 with one.
+    waits 30 seconds at the most for what hangs. Exit code 0 without problems, 1 with one.
 
     Example, for an engine: kvtier doctor --config kvtier.toml
 
@@ -53,14 +59,12 @@ def doctor(
     begun = MONOTONIC()
     loaded: list[Config] = []
     # On a thread as well: a file may lie on a file system that hangs.
-    lines, has_ended = run_looks([Look("configuration", lambda: _loading(config, loaded))], begun + _LOADING_S)
+    loading = Look("configuration", lambda: _loading(config, loaded))
+    (lines,), has_ended = run_looks([loading], Patience(_LOADING_S, _MOST_S))
+    checks = [Look("configuration", partial(_checked, check)) for each in loaded for check in checks_of(each)]
     looks = machine_looks() + (_looks_of(loaded[0], config) if loaded else [])
-    more, have_ended = run_looks(looks, begun + _TIME_S)
-    order, known = list(Level), {line.found for line in lines}
-    # A secret that is missing stops looks, too.
-    lines = sorted(
-        [*lines, *(line for line in more if line.found not in known)], key=lambda line: order.index(line.level)
-    )
+    found, have_ended = run_looks(checks + looks, Patience(_LOOKS_S, _MOST_S))
+    lines = _in_order([*lines, *chain(*found[: len(checks)])], chain(*found[len(checks) :]))
     has_problem = any(line.level is Level.PROBLEM for line in lines)
     if json:
         name = None if config is None else str(config)
@@ -75,13 +79,25 @@ def doctor(
 
 
 def _loading(file: Path | None, loaded: list[Config]) -> Iterable[Line]:
-    """Reads the configuration into `loaded`, and says what `kvtier config check` says of it."""
+    """Reads the configuration into `loaded`."""
     try:
         config = load_config(file) if file is not None else parse_config({}, source="environment")
     except ConfigError as error:
         return [Line(Level.PROBLEM, "configuration", line) for line in str(error).splitlines()]
     loaded.append(config)
-    return [_line_of(finding) for finding in findings_of(config)]
+    return []
+
+
+def _checked(check: Callable[[], Iterable[Finding]]) -> Iterable[Line]:
+    """What `kvtier config check` says."""
+    return map(_line_of, check())
+
+
+def _in_order(of_configuration: list[Line], others: Iterable[Line]) -> list[Line]:
+    """Each finding once, and what matters most first: a secret that is missing stops looks, too."""
+    order, known = list(Level), {line.found for line in of_configuration}
+    lines = [*dict.fromkeys(of_configuration), *(line for line in others if line.found not in known)]
+    return sorted(lines, key=lambda line: order.index(line.level))
 
 
 def _line_of(finding: Finding) -> Line:
@@ -101,7 +117,7 @@ def _print(file: Path | None, lines: list[Line], seconds: float) -> None:
         if line.remedy:
             print(_filled(line.remedy, f"{_INDENT}-> "))
     counts = ", ".join(_counted(sum(line.level is level for line in lines), level) for level in Level)
-    print(f"{counts}; looked for {seconds:.1f} s")
+    print(_filled(f"{counts}; looked for {seconds:.1f} s", ""))
 
 
 def _counted(count: int, level: Level) -> str:
@@ -109,9 +125,9 @@ def _counted(count: int, level: Level) -> str:
 
 
 def _filled(text: str, begin: str) -> str:
-    behind = " " * len(begin)
+    behind, width = " " * len(begin), text_width(_WIDTH)
     return textwrap.fill(
-        text, _WIDTH, initial_indent=begin, subsequent_indent=behind, break_long_words=False, break_on_hyphens=False
+        text, width, initial_indent=begin, subsequent_indent=behind, break_long_words=False, break_on_hyphens=False
     )
 
 

@@ -63,6 +63,13 @@ def folder_lines(settings: FolderSettings, file: Path | None) -> Iterable[Line]:
     except ConfigError as error:
         yield Line(Level.PROBLEM, settings.key, str(error))
         return
+    except OSError as error:
+        found, remedy = (
+            f"{folder} cannot be read: {error}",
+            "the drive or its file system fails: see dmesg, and mend it",
+        )
+        yield Line(Level.PROBLEM, settings.key, found, "nothing starts with it", remedy)
+        return
     yield from _owner(settings.key, folder, file)
     yield _medium(settings)
 

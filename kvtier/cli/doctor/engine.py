@@ -9,6 +9,7 @@ from kvtier.cli.doctor.clocks import pool_clock
 from kvtier.cli.doctor.disk import FolderSettings, folder_lines
 from kvtier.cli.doctor.lines import Level, Line, Look
 from kvtier.cli.doctor.pool_ways import Way, is_here, pool_lines
+from kvtier.cli.doctor.serving import serving_line
 from kvtier.cli.stats.facts import Facts, facts_of
 from kvtier.cli.stats.requested import ENGINE
 from kvtier.cli.stats.samples import fetch, metrics_url
@@ -27,7 +28,14 @@ def engine_looks(config: Config, file: Path | None) -> Iterable[Look]:
     """Looks for a file that says whose blocks an engine has. See `kvtier.cli.doctor.lines.Looks`."""
     if not config.is_of_an_engine:
         return
-    disk, pool = config.disk, config.pool
+    if "engine" in config.model_fields_set:
+        yield Look("engine.listen", lambda: [_serving(config, file)])
+    if config.engine.cache:
+        yield from _tiers(config, file)
+
+
+def _tiers(config: Config, file: Path | None) -> Iterable[Look]:
+    disk = config.disk
     if disk.directory is not None:
         folder = config.references.path(disk.directory)
         settings = FolderSettings(
@@ -39,11 +47,17 @@ def engine_looks(config: Config, file: Path | None) -> Iterable[Look]:
             disk.direct_io,
         )
         yield Look(settings.key, partial(folder_lines, settings, file))
-    if not pool.address:
-        return
-    yield Look("pool.address", lambda: _pool(config))
-    yield Look("pool.tls_ca", lambda: _certificates(config))
-    yield Look("clock", lambda: _clock(config))
+    if config.pool.address:
+        yield Look("pool.address", lambda: _pool(config))
+        yield Look("pool.tls_ca", lambda: _certificates(config))
+        yield Look("clock", lambda: _clock(config))
+
+
+def _serving(config: Config, file: Path | None) -> Line:
+    """Asks kvtier's own engine."""
+    table = config.engine
+    is_tls = table.tls_certificate is not None
+    return serving_line("engine.listen", "engine", table.listen, file, path="/health", tls=is_tls)
 
 
 def _clock(config: Config) -> Iterable[Line]:

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvtier.cli.doctor.lines import Level, Line
+from kvtier.cli.doctor.patience import Patience
 
 _DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
-_TIME_S = 20.0
+_TIME_S, _MOST_S = 20.0, 100.0
 _SLOW_BYTES_PER_S = 10e9
 _PROGRAM = """
 import json, time, torch
@@ -34,24 +35,37 @@ print(json.dumps({"name": torch.cuda.get_device_name(), "count": torch.cuda.devi
 
 
 def gpu_lines() -> Iterable[Line]:
-    """Imports torch in a child process only, and only where there is a device. Takes 20 s at the most."""
+    """Imports torch in a child process only, and only where there is a device. Waits 20 s at the most for a driver that
+    hangs."""
     if not any(device.exists() for device in _DEVICES):
         return [Line(Level.OK, "GPU", "no GPU: there is no device of one")]
     if importlib.util.find_spec("torch") is None:
         return [Line(Level.OK, "GPU", "no GPU for kvtier: torch is not installed here, and a pool needs none")]
-    command = [sys.executable, "-c", _PROGRAM]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_S, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired:
+    done = _done()
+    if done is None:
         effect = "an engine would hang at its start"
-        return [
-            Line(Level.PROBLEM, "GPU", f"no copy has ended within {_TIME_S:.0f} s", effect, "see nvidia-smi, dmesg")
-        ]
+        found = f"no copy has ended within {_TIME_S:.0f} s beside what was waited for cores"
+        return [Line(Level.PROBLEM, "GPU", found, effect, "see nvidia-smi, dmesg")]
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode or not last.startswith("{"):
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         return [Line(Level.PROBLEM, "GPU", f"torch cannot use it: {why}", remedy="see nvidia-smi, and torch's release")]
     return [_line(json.loads(last))]
+
+
+def _done() -> "subprocess.CompletedProcess[str] | None":
+    """The program and what it has printed; None: it has not ended in time."""
+    command, patience = [sys.executable, "-c", _PROGRAM], Patience(_TIME_S, _MOST_S, may_compute=False)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
+        while wait_s := patience.wait_s():
+            try:
+                out, errors = process.communicate(timeout=wait_s)
+            except subprocess.TimeoutExpired:
+                continue
+            return subprocess.CompletedProcess(command, process.returncode, out, errors)
+        process.kill()
+    return None
 
 
 def _line(measured: dict[str, object]) -> Line:

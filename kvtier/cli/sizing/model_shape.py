@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.identity.gguf_file import SHAPE_NAMES, read_gguf
+from kvtier.identity.gguf_file import SHAPE_NAMES
+from kvtier.identity.gguf_header import read_gguf_header
 
 DTYPE_BYTES: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 """Bytes of one number of KV, by the names that engines have for it."""
@@ -70,7 +71,7 @@ def load_model_shape(model: Path) -> ModelShape:
 
 
 def _config_of_gguf(path: Path) -> Mapping[str, Any]:
-    _, fields = read_gguf(path)
+    fields = read_gguf_header(path)
     architecture = fields.get("general.architecture")
     if architecture not in _PLAIN_IN_GGUF:
         known = ", ".join(_PLAIN_IN_GGUF)

@@ -7,10 +7,10 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, NodesManager
 from redis.retry import Retry
-from redis.sentinel import Sentinel
 
 from kvtier.errors import InvalidInputError, KvtierError, UnauthenticatedError, UnavailableError
 from kvtier.tiers.redis.address import Kind, RedisAddress
+from kvtier.tiers.redis.sentinels import Sentinels
 from kvtier.tiers.redis.settings import RedisSettings
 
 FAILURES = (
@@ -23,7 +23,7 @@ FAILURES = (
 )
 """What a server that is gone, late or no Redis raises."""
 _REFUSED = (redis.AuthenticationError, redis.exceptions.AuthorizationError, redis.exceptions.NoPermissionError)
-_SENTINEL: Any = Sentinel
+_SENTINELS: Any = Sentinels
 _NODE: Any = ClusterNode
 _MAX_LINE_BYTES = 4096
 _READ_BYTES = 1 << 20
@@ -68,7 +68,7 @@ class RedisClients:
             if self._password:
                 of_sentinels["username"] = "default"
             hosts = [(seed.host, seed.port) for seed in seeds]
-            client: redis.Redis = _SENTINEL(hosts, sentinel_kwargs=of_sentinels, **options).master_for(service)
+            client: redis.Redis = _SENTINELS(hosts, sentinel_kwargs=of_sentinels, **options).master_for(service)
             return client
         if seeds[0].path:
             return redis.Redis(unix_socket_path=seeds[0].path, **options)

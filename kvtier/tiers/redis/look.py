@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.clock import MONOTONIC
-from kvtier.errors import InvalidInputError
+from kvtier.errors import ConfigError, InvalidInputError, KvtierError
 from kvtier.metrics import Metrics
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.redis.address import RedisAddress
@@ -13,6 +13,7 @@ from kvtier.tiers.redis.clients import FAILURES, RedisClients
 from kvtier.tiers.redis.exchange import Conversation, Exchange
 from kvtier.tiers.redis.health import Health
 from kvtier.tiers.redis.memory import REPORT, ServerMemory
+from kvtier.tiers.redis.sentinels import UnknownServiceError
 from kvtier.tiers.redis.settings import RedisSettings
 from kvtier.tiers.redis.topology import Server, Topology
 
@@ -35,23 +36,32 @@ class ServerLook:
     ping_s: float
 
 
-def look_at(url: str, settings: RedisSettings, timeout_s: float) -> list[ServerLook]:
-    """Asks every server behind an address, and changes nothing. Blocks for `timeout_s` at the most for each.
+def look_at(url: str, settings: RedisSettings, timeout_s: float) -> dict[str, ServerLook | KvtierError]:
+    """Asks every server behind an address, and changes nothing. Blocks for `timeout_s` at the most for each. Of a
+    server that fails, the value says why.
 
-    :raises KvtierError: which is `UnauthenticatedError` for a wrong password and missing rights, `ConfigError` for a
-        URL that is none. No text of it has the password.
+    :raises KvtierError: it is not known which servers there are; `ConfigError` for a URL that is none, or that names a
+        service which its Sentinels do not know. An `UnauthenticatedError`, raised or returned, is about a wrong
+        password or missing rights. No text of it has the password.
     """
     address = RedisAddress.parse(url)
     clients = RedisClients(address, settings)
     breaker = CircuitBreaker(1, 1.0)
     topology = Topology(address, clients, lambda name: Health("redis", name, Metrics(), breaker.another(), _log))
+    found: dict[str, ServerLook | KvtierError] = {}
     try:
-        servers = topology.servers(MONOTONIC() + timeout_s)
-        return [_look(server, timeout_s) for server in servers]
+        for server in topology.servers(MONOTONIC() + timeout_s):
+            try:
+                found[server.name] = _look(server, timeout_s)
+            except UnknownServiceError as error:
+                raise ConfigError(str(clients.translated(error))) from None
+            except FAILURES as error:
+                found[server.name] = clients.translated(error)
     except FAILURES as error:
-        raise clients.translated(error) from None
+        raise error if isinstance(error, ConfigError) else clients.translated(error) from None
     finally:
         topology.close()
+    return found
 
 
 def _look(server: Server, timeout_s: float) -> ServerLook:

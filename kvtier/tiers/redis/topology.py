@@ -23,6 +23,8 @@ _MAX_CALLS = 16
 class Server:
     """One server that has keys. Its threads are its own, so that one that hangs keeps nobody else waiting."""
 
+    name: str
+    """Its host and port, or where its Sentinels are."""
     client: redis.Redis
     health: Health
     in_cluster: bool
@@ -48,7 +50,7 @@ class Topology:
         self._lock = threading.Lock()
         self._single: Server | None = None
         if address.kind is not Kind.CLUSTER:
-            self._single = Server(clients.single(), self.discovery, in_cluster=False)
+            self._single = Server(str(address), clients.single(), self.discovery, in_cluster=False)
         self._map: NodesManager | None = None
         """None until it was found out. Guarded by _lock."""
         self._search: Future[None] | None = None
@@ -138,5 +140,5 @@ class Topology:
             server = self._servers.get(node.name)
             if server is None or server.client is not node.redis_connection:
                 health = server.health if server is not None else self._make_health(node.name)
-                server = self._servers[node.name] = Server(node.redis_connection, health, in_cluster=True)
+                server = self._servers[node.name] = Server(node.name, node.redis_connection, health, in_cluster=True)
             return server

@@ -7,12 +7,16 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import redis
 
 from free_port import free_port
+from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, read_blocks, summed
 from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.redis.look import ServerLook, look_at
+from kvtier.tiers.redis.settings import RedisSettings
 from redis_cluster_rig import BLOCK_BYTES, ITEMS, KEYS, NUM_BLOCKS, PAYLOADS
 from redis_rig import (
     RedisServer,
@@ -54,6 +58,28 @@ def test_sentinels_lead_to_the_new_master(tmp_path: Path) -> None:
         assert read_blocks(tier, KEYS, BLOCK_BYTES) == PAYLOADS
         for either in (tier, unknown):
             either.close()
+
+
+def test_sentinels_that_are_dead_or_know_no_such_service(tmp_path: Path) -> None:
+    settings = RedisSettings(password=PASSWORD, call_timeout_s=2.0)
+    dead = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{free_port()}/main"
+    (failure,) = look_at(dead, settings, 2.0).values()
+    assert "(Sentinels of main): no Sentinel answers: " in str(failure)
+    assert "Connection refused" in str(failure)
+    assert "redis.client" not in str(failure)
+    (tmp_path / "master").mkdir()
+    (tmp_path / "replica").mkdir()
+    with running_redis(tmp_path / "master", "--masterauth", PASSWORD, password=PASSWORD) as master:
+        follow = ["--masterauth", PASSWORD, "--replicaof", f"127.0.0.1 {master.port}"]
+        with (
+            running_redis(tmp_path / "replica", *follow, password=PASSWORD),
+            running_sentinel(tmp_path, master.port) as sentinel,
+        ):
+            url = f"redis+sentinel://127.0.0.1:{sentinel}/"
+            (server,) = look_at(f"{url}main", settings, 2.0).values()
+            assert isinstance(server, ServerLook)
+            with pytest.raises(ConfigError, match="know no service 'other', but 'main': name that of the Redis"):
+                look_at(f"{url}other", settings, 2.0)
 
 
 @contextlib.contextmanager

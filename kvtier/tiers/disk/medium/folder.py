@@ -93,9 +93,16 @@ def require_format(path: Path) -> None:
     """Raises `ConfigError` when the marker is not there, or of another version. Takes nothing."""
     try:
         text = (path / MARKER).read_bytes()
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise ConfigError(
             f"{path} is no disk tier folder: {error}; name the one of disk.directory or pool_service.disk_dir"
+        ) from error
+    except PermissionError as error:
+        raise ConfigError(f"disk tier folder {path} cannot be read: {error}; run as the user of the folder") from error
+    except OSError as error:
+        raise ConfigError(
+            f"disk tier folder {path} cannot be read: {error}; the drive or its file system fails: see dmesg, and mend "
+            "or replace it"
         ) from error
     _check(path, text)
 
