@@ -21,7 +21,7 @@ from kvtier.testing.contract import (
 from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
 from kvtier.tiers.redis.cap_script import NUM_BOOKS
 from kvtier.tiers.redis.commands import key_name, key_names
-from kvtier.tiers.redis.look import look_at
+from kvtier.tiers.redis.look import ServerLook, look_at
 from kvtier.tiers.redis.settings import RedisSettings
 from redis_rig import (
     BLOCK_BYTES,
@@ -310,5 +310,6 @@ def test_a_replica_that_takes_no_writes_is_told(
         each.close()
     assert len([record for record in caplog.records if "takes no more blocks: READONLY" in record.getMessage()]) == 1
     assert any("is a replica, which takes no writes" in record.getMessage() for record in caplog.records)
-    (look,) = look_at(server.url, RedisSettings(), 5.0)
+    (look,) = look_at(server.url, RedisSettings(), 5.0).values()
+    assert isinstance(look, ServerLook)
     assert look.memory.warning(ttl=False) == "is a replica, which takes no writes: name the server that it follows"
