@@ -22,12 +22,12 @@ lint: .venv/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Three files at a time: tests wait for processes a third of their time. What computes has one thread: threads of two models
+# Four files at a time: tests wait for processes a third of their time. What computes has one thread: threads of two models
 # that wait for each other in loops take for ever. `test-triton` has the tests of what `make gpu` runs, and compiles kernels for
 # other chips; `soak-kernels` for all of them with both, and `soak-sweeps` has all examples of what has many.
 unit: .venv/dev.stamp
 	KVTIER__ENGINE__NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 KVTIER_TEST_CHIPS="100" \
-		$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/bench/gpu --ignore=tests/bench/races $(PYTEST_ARGS)
+		$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --ignore=tests/bench/gpu --ignore=tests/bench/races $(PYTEST_ARGS)
 
 # The kernels, compiled ahead of time, and what `make gpu` runs, under the oldest Triton that may be beside them, which is that of
 # many machines with a GPU. About 4 minutes.
