@@ -93,7 +93,7 @@ def test_a_disk_tier_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_paths_are_held_against_floors(tmp_path: Path) -> None:
     """A memcpy and bare sockets; peers that are not prepared are left out, and it says so."""
-    report = run("paths", *SMALL, "--rounds", "3", "--peers", str(tmp_path))
+    report = run("paths", *SMALL, "--rounds", "9", "--peers", str(tmp_path))
     cases = {(case["name"], case["op"], case["batch"]): case for case in report["cases"]}
     for path in ("unix", "tcp", "grpc"):
         for op in ("read", "write"):
@@ -102,7 +102,7 @@ def test_paths_are_held_against_floors(tmp_path: Path) -> None:
                 assert case["payload_bytes"] == 4096
                 assert case["cpu_s_per_gib"] > 0
                 assert case["floor"] == {"unix": "raw unix", "tcp": "raw tcp", "grpc": "raw tcp"}[path]
-                assert case["rounds"] == 3
+                assert case["rounds"] == 9
         assert cases[path, "lookup", 4096]["gb_per_s"] is None
     assert cases["raw tcp", "read", 4]["floor"] == "memcpy"
     if ("shm", "read", 4) in cases:
@@ -121,11 +121,12 @@ def test_tiers(tmp_path: Path) -> None:
 
 
 def test_windows_in_kv_groups_take_and_load_less() -> None:
-    """Two windows: 4 of 26 layers have all of the prompt, the others the half of it that their window sees."""
-    one, groups = (case["figures"] for case in run("windows", "--windows", "2", "--rounds", "1")["cases"][2:])
-    share = (4 + 22 / 2) / 26
-    assert groups["loaded_mb"] < one["loaded_mb"] * (share + 0.03)
-    assert groups["answering_mb"] < one["answering_mb"] * (share + 0.03)
+    """Of two windows, 4 of 26 layers need all, and the others half."""
+    one, groups = (
+        case["figures"] for case in run("windows", "--windows", "2", "--rounds", "1", "--threads", "1")["cases"][2:]
+    )
+    assert groups["loaded_mb"] < one["loaded_mb"] * 0.7
+    assert groups["answering_mb"] < one["answering_mb"] * 0.7
 
 
 def test_branches_share_their_prompt() -> None:
