@@ -121,7 +121,7 @@ def test_tiers(tmp_path: Path) -> None:
 
 
 def test_windows_in_kv_groups_take_and_load_less() -> None:
-    """Of two windows, 4 of 26 layers need all, and the others half."""
+    """Four of 26 layers need both windows of the prompt, and the others need one."""
     one, groups = (
         case["figures"] for case in run("windows", "--windows", "2", "--rounds", "1", "--threads", "1")["cases"][2:]
     )

@@ -8,13 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from fuzz_targets import TARGETS
-from kvtier.memory import memfd
 
 NUM_MUTATIONS = {"disk": 20, "segment": 150, "pool": 250}
 """Of those that take longer than others. Two seconds for each target at the most."""
 MOST_GROWTH_KIB = 256 << 10
-
-pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,6 @@ from kvtier.memory import memfd, numa
 from kvtier.memory import pages as memory
 from kvtier.memory.arena import Arena
 
-pytestmark = pytest.mark.skipif(not memfd.available(), reason="memfds are Linux's")
 NAME, NBYTES = "kvtier-test-maps", 1 << 20
 
 

@@ -1,5 +1,6 @@
 """What is wrong with certificates, keys and their configuration, said before anything is served."""
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from certificates import Authority
 from kvtier.config import Config, parse_config
@@ -170,6 +172,17 @@ def test_errors_name_the_key_of_a_file_and_where_it_stands(tmp_path: Path) -> No
         server_tls(pool_service_tls(parse(tmp_path, pool_service=service)))
     with pytest.raises(ConfigError, match=r"^k\.toml: gateway\.engine_tls_ca: cannot read .*none\.pem"):
         client_tls(gateway_engine_tls(parse(tmp_path, gateway={"engine_tls_ca": "none.pem"})), None)
+
+
+def test_a_certificate_that_is_for_servers_alone_is_refused_by_an_engine_s_start(tmp_path: Path) -> None:
+    """A pool with `tls_client_ca` would refuse every connection, and the engine would go on without a cache."""
+    ca = Authority(tmp_path)
+    for usage, is_refused in ((ExtendedKeyUsageOID.SERVER_AUTH, True), (ExtendedKeyUsageOID.CLIENT_AUTH, False)):
+        pair = ca.issue("engine", "spiffe://site.example/red", usages=[usage])
+        files = TlsFiles(certificate=pair.certificate, key=pair.key, ca=ca.certificate)
+        refusal = pytest.raises(ConfigError, match=r"engine\.pem is not for clients: .* clientAuth")
+        with refusal if is_refused else contextlib.nullcontext():
+            ClientTls(files).check()
 
 
 def test_what_was_made_last_stays_until_the_files_can_be_used(tmp_path: Path) -> None:

@@ -327,14 +327,6 @@ def test_a_certificate_that_is_for_clients_alone_is_refused_at_the_start(site: S
         pass
 
 
-def test_a_certificate_that_is_for_servers_alone_is_refused_by_an_engine_s_start(site: Site) -> None:
-    """A pool with `tls_client_ca` would refuse every connection, and the engine would go on without a cache."""
-    of_a_server = site.ca.issue("pool-only", "127.0.0.1", usages=[ExtendedKeyUsageOID.SERVER_AUTH])
-    with pytest.raises(ConfigError, match=r"pool-only\.pem is not for clients: .* clientAuth"):
-        site.client(of_a_server).check()
-    site.client(site.ca.issue("engine", RED_URI, usages=[ExtendedKeyUsageOID.CLIENT_AUTH])).check()
-
-
 def test_a_key_that_grpc_does_not_take_is_not_a_port_in_use(site: Site) -> None:
     odd = site.ca.issue("odd", "127.0.0.1", curve=ec.SECP256K1())
     with pytest.raises(ConfigError, match="gRPC takes P-256"), site.pool(odd):
