@@ -129,15 +129,18 @@ def test_listeners_begin_anew_when_too_much_has_waited(
     make_rig: MakeRig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The publishing thread hangs. No step waits for it, and what waits is bounded."""
-    goes_on, send = threading.Event(), EventPublisher._send
+    hangs, goes_on, send = threading.Event(), threading.Event(), EventPublisher._send
 
     def held(self: EventPublisher, *message: bytes) -> None:
+        hangs.set()
         goes_on.wait()
         send(self, *message)
 
     monkeypatch.setattr(EventPublisher, "_send", held)
     rig = make_rig(num_blocks=24, tiers=False)
     with closing(Told(rig, folder, queue_batches=2)) as told:
+        rig.step()
+        assert hangs.wait(20), "the thread takes the first batch; from here on there is less and less room"
         for seed in itertools.count():
             rig.ask(prompt(30, seed=seed))
             if not told.publisher.has_room:
