@@ -19,18 +19,20 @@ test: lint unit
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports
 
 # Four files at a time: tests wait for processes a third of their time. What computes has one thread: threads of two models
-# that wait for each other in loops take for ever. `test-triton` has the tests of what `make gpu` runs, and compiles kernels for
-# other chips; `soak-kernels` for all of them with both, and `soak-sweeps` has all examples of what has many.
+# that wait for each other in loops take for ever. `test-triton` compiles kernels, and has the tests of what `make gpu` runs;
+# `soak-sweeps` has all examples of what has many.
+COMPILED := tests/kernels/test_resources.py tests/kernels/test_ahead_of_time.py tests/kernels/test_movement_ahead_of_time.py
 unit: .venv/dev.stamp
-	KVTIER__ENGINE__NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 KVTIER_TEST_CHIPS="100" \
-		$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --ignore=tests/bench/gpu --ignore=tests/bench/races $(PYTEST_ARGS)
+	KVTIER__ENGINE__NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
+		$(addprefix --ignore=,tests/bench/gpu tests/bench/races $(COMPILED)) $(PYTEST_ARGS)
 
-# The kernels, compiled ahead of time, and what `make gpu` runs, under the oldest Triton that may be beside them, which is that of
-# many machines with a GPU. About 4 minutes.
+# The kernels, compiled ahead of time: for one chip by the newest Triton, for the others by the oldest that may be beside them,
+# which is that of many machines with a GPU, and with it what `make gpu` runs. `soak-kernels` does all with both. About 4 minutes.
 OLDEST_TRITON := 3.6.0
 WITH_OLDEST_TRITON := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.venv/triton-$(OLDEST_TRITON)
 test-triton: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
@@ -38,6 +40,7 @@ test-triton: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
 	$(WITH_OLDEST_TRITON) KVTIER_TEST_CHIPS="80 86 89 90 120" \
 		$(BIN)/python -m pytest -n 2 --dist load --ignore=tests/kernels/test_interpreted.py $(PYTEST_ARGS) \
 		tests/kernels tests/bench/gpu tests/bench/races
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 KVTIER_TEST_CHIPS="100" $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) $(COMPILED)
 
 .venv/triton-$(OLDEST_TRITON): .venv/dev.stamp
 	rm -rf $@ $@.part
@@ -80,18 +83,21 @@ soak: .venv/dev.stamp .venv/sglang soak-weights soak-kernels soak-sweeps
 soak-weights: .venv/vllm
 	$</bin/python tests/vllm/soak_weights.py --requests 10000 --changes 20 --json .venv/soak-weights.json $(SOAK_WEIGHTS_ARGS)
 
-# What all default kernels take of all chips, by the newest and the oldest Triton, against docs/kernel-resources.md, and all that
-# is interpreted, by the oldest. About 7 minutes.
-COMPILED := tests/kernels/test_resources.py tests/kernels/test_ahead_of_time.py tests/kernels/test_movement_ahead_of_time.py
-soak-kernels: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
-	KVTIER_TEST_ALL_KERNELS="80 90 100" $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) $(COMPILED)
-	KVTIER_TEST_ALL_KERNELS="80 90 100" $(WITH_OLDEST_TRITON) $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) $(COMPILED) \
-		tests/kernels/test_interpreted.py
+# All examples of tests of which `make test` and `make test-triton` run some.
+IN_FULL := KVTIER_TEST_SWEEPS=1
 
-# All examples of tests of which `make test` runs some. About 6 minutes.
-SWEPT := tests/kernels/test_interpreted.py tests/offload/test_states.py tests/policies/test_learned.py tests/tiers/host/test_one_order.py
+# What all default kernels take of all chips, by the newest and the oldest Triton, against docs/kernel-resources.md; all that
+# is interpreted, by the oldest, and all faults that `make gpu` finds. About 9 minutes.
+soak-kernels: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
+	$(IN_FULL) KVTIER_TEST_ALL_KERNELS="80 90 100" $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) $(COMPILED)
+	$(IN_FULL) KVTIER_TEST_ALL_KERNELS="80 90 100" $(WITH_OLDEST_TRITON) $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) \
+		$(COMPILED) tests/kernels/test_interpreted.py tests/bench/gpu/test_plants.py tests/bench/gpu/test_plants_computing.py
+
+# The others of these tests. About 6 minutes.
+SWEPT := tests/kernels/test_interpreted.py tests/offload/test_states.py tests/policies/test_learned.py \
+	tests/policies/test_contract.py tests/tiers/host/test_one_order.py
 soak-sweeps: .venv/dev.stamp
-	KVTIER_TEST_SWEEPS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) $(SWEPT)
+	$(IN_FULL) OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) $(SWEPT)
 
 # Engines on a real model under faults of networks, processes, disks, Redis and clocks, every answer compared, for 5 minutes;
 # every kind of fault over every path of a pool, 10 seconds each; 400 processes killed over a disk, and 30 pools in the middle

@@ -36,8 +36,8 @@ FLOORS = {"memcpy", "raw disk", "raw tcp", "raw unix", "one client", "cbor", "on
 SMALL = ["--payload-bytes", "4096", "--batch", "4"]
 
 
-def run(*arguments: str) -> Any:
-    command = [sys.executable, "-m", "kvtier.cli.main", "bench", *arguments, "--json"]
+def run(*arguments: str, program: tuple[str, ...] = ("-m", "kvtier.cli.main")) -> Any:
+    command = [sys.executable, *program, "bench", *arguments, "--json"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert answer.returncode == 0, answer.stderr
     report = json.loads(answer.stdout)
@@ -91,9 +91,15 @@ def test_a_disk_tier_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "Traceback" not in answer.stderr
 
 
+LESS_IN_A_ROUND = (
+    "import kvtier.cli.main, kvtier_bench.cases.paths as paths; "
+    "paths._LOOKUPS_A_ROUND = 1; paths._ACQUIRES_A_ROUND = {1: 50, 128: 4}; kvtier.cli.main.main()"
+)
+
+
 def test_paths_are_held_against_floors(tmp_path: Path) -> None:
     """A memcpy and bare sockets; peers that are not prepared are left out, and it says so."""
-    report = run("paths", *SMALL, "--rounds", "9", "--peers", str(tmp_path))
+    report = run("paths", *SMALL, "--rounds", "9", "--peers", str(tmp_path), program=("-c", LESS_IN_A_ROUND))
     cases = {(case["name"], case["op"], case["batch"]): case for case in report["cases"]}
     for path in ("unix", "tcp", "grpc"):
         for op in ("read", "write"):

@@ -8,7 +8,7 @@ CHIPS = {int(chip) for chip in os.environ.get("KVTIER_TEST_CHIPS", "").split()}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`make test` and `make test-triton`, which have a Triton each, compile for half of the chips each."""
+    """Each Triton compiles for some of the chips in `make test-triton`."""
     left_out = [item for item in items if CHIPS and _chip(item) not in (None, *CHIPS)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

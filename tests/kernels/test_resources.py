@@ -33,8 +33,7 @@ FEW = {
     80: "^prefix_prefill heads 32/8x128$|^linear 4096 to 6144$|^block_copy rows of 1,048,576$",
     90: "^(prefix_prefill|paged_decode|shared_prefix_decode) heads 32/8x128$|^prefix_prefill heads 32/8x128 invariant$"
     "|^linear 4096 to 6144|^rms_norm of 4096$|^block_checksum parts of 65,536$",
-    100: "^(prefix_prefill|paged_decode) heads 32/8x128$|^prefix_prefill heads 8/1x256$|^linear 4096 to 6144$"
-    "|^kv_write$|^part_copy parts of 65,536$",
+    100: "^(prefix_prefill|paged_decode) heads 32/8x128$|^linear 4096 to 6144$|^kv_write$|^part_copy parts of 65,536$",
 }
 
 

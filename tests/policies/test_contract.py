@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvtier.errors import ConfigError
 from kvtier.policies.base import EvictionPolicy, Use
 from kvtier.policies.registry import POLICIES, by_name
+from sweeps import IN_FULL
 
 KEYS = st.integers(0, 11)
 USES = st.builds(
@@ -82,7 +83,7 @@ def make_machine(name: str) -> type[RuleBasedStateMachine]:
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_contract_holds(name: str) -> None:
     case = make_machine(name).TestCase
-    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    case.settings = settings(max_examples=60 if IN_FULL else 25, stateful_step_count=40, deadline=None)
     case("runTest").runTest()
 
 

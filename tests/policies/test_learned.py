@@ -176,8 +176,11 @@ def trace_and_lru(make: Callable[..., Chains], seed: int, capacity: int) -> tupl
     return chains, prefix_hit_rate(LRU(), chains, capacity)
 
 
-@pytest.mark.parametrize("told", [all_told, places_told])
-@pytest.mark.parametrize("make", [sessions, recency, uniform, chats, bursts, phases])
+KINDS = (sessions, recency, uniform, chats, bursts, phases)
+EACH_ONCE = list(zip(KINDS, (all_told, places_told) * 3, strict=True))
+
+
+@pytest.mark.parametrize(("make", "told"), itertools.product(KINDS, (all_told, places_told)) if IN_FULL else EACH_ONCE)
 @pytest.mark.parametrize("capacity", [150, 700] if IN_FULL else [150])
 def test_it_is_not_below_lru_elsewhere(make: Callable[..., Chains], capacity: int, told: ToldOfUse) -> None:
     """The mean over three traces, as each is short: by what is evicted first, it differs by 0.01 from the next one."""
@@ -189,7 +192,7 @@ def test_it_is_not_below_lru_elsewhere(make: Callable[..., Chains], capacity: in
     assert min(differences) > -0.015
 
 
-@pytest.mark.parametrize("make", [sessions, recency, uniform, chats, bursts, phases])
+@pytest.mark.parametrize("make", KINDS)
 def test_it_is_not_below_lru_where_nobody_says_how_much_fits(make: Callable[..., Chains]) -> None:
     chains = make(24)
     assert prefix_hit_rate(Learned(), chains, 400) > prefix_hit_rate(LRU(), chains, 400) - 0.006

@@ -1,4 +1,4 @@
-"""What `make soak-sweeps` runs in full, and `make test` in part."""
+"""What `make soak-sweeps` and `make soak-kernels` run in full, and `make test` and `make test-triton` in part."""
 
 import os
 

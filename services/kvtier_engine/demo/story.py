@@ -33,7 +33,7 @@ class Size:
 
 
 FULL = Size(num_people=60, num_documents=3, num_prompts=20)
-QUICK = Size(num_people=20, num_documents=2, num_prompts=3)
+QUICK = Size(num_people=13, num_documents=2, num_prompts=2)
 
 
 @dataclass(frozen=True, slots=True)

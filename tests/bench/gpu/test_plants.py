@@ -8,14 +8,14 @@ from kvtier_bench.gpu import __main__ as command
 from kvtier_bench.gpu.plants import faults
 from kvtier_bench.gpu.run.journal import Journal
 from kvtier_bench.gpu.run.parts import ALL
-from plants_rig import COMPUTING, require_found
+from plants_rig import COMPUTING, require_found, sought_in
 
 
 def test_every_part_has_a_fault() -> None:
     assert faults() == {part.name for part in ALL}
 
 
-@pytest.mark.parametrize("part", [part.name for part in ALL if part.name not in COMPUTING])
+@pytest.mark.parametrize("part", sought_in(part.name for part in ALL if part.name not in COMPUTING))
 def test_a_planted_fault_is_found(part: str, tmp_path: Path) -> None:
     require_found(part, tmp_path)
 
