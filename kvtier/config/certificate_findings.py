@@ -8,8 +8,7 @@ from pathlib import Path
 from kvtier.config.config import Config
 from kvtier.config.findings import Finding, Severity
 from kvtier.errors import ConfigError
-from kvtier.net.certificate_validity import validity_of_certificate
-from kvtier.net.certificates import read_pem
+from kvtier.net.certificates import validity_of
 
 _SOON = datetime.timedelta(days=14)
 
@@ -33,7 +32,7 @@ def ending_certificate(key: str, path: Path) -> Iterable[Finding]:
 
     :param key: that names it, with dots.
     """
-    validity, now = validity_of_certificate(read_pem((key, path))), datetime.datetime.now(datetime.UTC)
+    validity, now = validity_of((key, path)), datetime.datetime.now(datetime.UTC)
     if validity is None:
         return
     begin, end = validity

@@ -8,19 +8,31 @@ _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re
 _UTC_TIME, _VERSION = 0x17, 0xA0
 
 
-def validity_of_certificate(pem: bytes) -> tuple[datetime.datetime, datetime.datetime] | None:
-    """Returns when the first certificate of a file's bytes begins and ends; None where there is none that can be read:
-    whoever loads it says what it is then."""
-    found = _PEM.search(pem.decode(errors="replace"))
-    if found is None:
-        return None
+Validity = tuple[datetime.datetime, datetime.datetime]
+"""When a certificate begins and ends."""
+
+
+def validity_of_certificate(pem: bytes) -> Validity | None:
+    """Returns when the first certificate of a file's bytes holds: behind it are those that have signed it. None where
+    there is none that can be read: whoever loads it says what it is then."""
+    return next(iter(_validities(pem)), None)
+
+
+def validity_of_cas(pem: bytes) -> Validity | None:
+    """Returns when the CA holds that holds for longest, or else the last one: while CAs change, a file has the old one,
+    too. None where there is none that can be read."""
+    now, found = datetime.datetime.now(datetime.UTC), _validities(pem)
+    return max(found, key=lambda each: (each[0] <= now < each[1], each[1]), default=None)
+
+
+def _validities(pem: bytes) -> list[Validity]:
     try:
-        return _validity(ssl.PEM_cert_to_DER_cert(found[0]))
+        return [_validity(ssl.PEM_cert_to_DER_cert(each)) for each in _PEM.findall(pem.decode(errors="replace"))]
     except (ValueError, IndexError):
-        return None
+        return []
 
 
-def _validity(certificate: bytes) -> tuple[datetime.datetime, datetime.datetime]:
+def _validity(certificate: bytes) -> Validity:
     """Returns when a certificate in DER begins and ends. Raises `ValueError` or `IndexError` for others."""
     _, inside, _ = _element(certificate, 0)
     _, signed, _ = _element(inside, 0)

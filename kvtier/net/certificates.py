@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
 from kvtier.errors import ConfigError
-from kvtier.net.certificate_validity import validity_of_certificate
+from kvtier.net.certificate_validity import Validity, validity_of_cas, validity_of_certificate
 from kvtier.system.quiet_log import QuietLog
 
 _log = logging.getLogger(__name__)
@@ -21,6 +21,7 @@ _Stamp = tuple[tuple[int, int, int] | None, ...]
 NamedFile = tuple[str, Path]
 """What errors call a file, and where it is."""
 _T = TypeVar("_T")
+_NEVER = datetime.datetime.max.replace(tzinfo=datetime.UTC)
 _NOT_FOR_THIS = 26
 """X509_V_ERR_INVALID_PURPOSE."""
 
@@ -64,7 +65,8 @@ class Renewed(Generic[_T]):
         """:param make: raises `ConfigError` when the files are no good."""
         self._files = files
         self._make = make
-        self._warn = QuietLog(_log)
+        self._problem, self._warn = "", QuietLog(_log)
+        """What was wrong the last time, and the lines about it. Guarded by _lock."""
         self._lock = threading.Lock()
         """Held while `make` runs: everybody else needs the same."""
         self._made: tuple[_Stamp, _T] | None = None
@@ -81,12 +83,21 @@ class Renewed(Generic[_T]):
                     made = self._make()
                     if self._made is not None:
                         _require_validity(self._files)
+                        _log.info(
+                            "renewed certificates are in use: %s", ", ".join(str(path) for _, path in self._files)
+                        )
                     self._made = (stamp, made)
             except ConfigError as error:
                 if self._made is None:
                     raise
-                self._warn.warning(f"the certificates from before stay in use: {error}")
+                self._log_about(error).warning(f"the certificates from before stay in use: {error}")
             return self._made[1]
+
+    def _log_about(self, error: ConfigError) -> QuietLog:
+        """One for each problem, so that none is held back because of another. Caller holds _lock."""
+        if str(error) != self._problem:
+            self._problem, self._warn = str(error), QuietLog(_log)
+        return self._warn
 
 
 def server_context(files: TlsFiles, kind: type[ssl.SSLContext] = ssl.SSLContext) -> ssl.SSLContext:
@@ -188,12 +199,25 @@ def _require_use(files: TlsFiles, *, by_servers: bool) -> None:
             return
 
 
+def validity_of(file: NamedFile) -> Validity | None:
+    """When the certificate of a file holds, or the CAs of one whose name ends with `ca`; None where there is none.
+    Raises `ConfigError` when it cannot be read."""
+    name, _ = file
+    return (validity_of_cas if name.endswith("_ca") else validity_of_certificate)(read_pem(file))
+
+
 def _require_validity(files: Iterable[NamedFile]) -> None:
-    """Raises `ConfigError` for a certificate that has ended: nobody who renews one means that."""
+    """Raises `ConfigError` for a certificate that has ended or not begun: nobody who renews one means that."""
+    now = datetime.datetime.now(datetime.UTC)
     for name, path in files:
-        validity = validity_of_certificate(read_pem((name, path)))
-        if validity is not None and validity[1] <= datetime.datetime.now(datetime.UTC):
-            raise ConfigError(f"{name}: {path} expired at {validity[1]:%Y-%m-%d %H:%M} UTC; renew it (docs/tls.md)")
+        begin, end = validity_of((name, path)) or (now, _NEVER)
+        if end <= now:
+            raise ConfigError(f"{name}: {path} expired at {end:%Y-%m-%d %H:%M} UTC; renew it (docs/tls.md)")
+        if begin > now:
+            raise ConfigError(
+                f"{name}: {path} holds from {begin:%Y-%m-%d %H:%M} UTC on; set this machine's clock, or have another "
+                "one made (docs/tls.md)"
+            )
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -50,7 +50,8 @@ def own_engine_findings(config: Config) -> Iterable[Finding]:
 
 def _model(config: Config) -> Iterable[Finding]:
     if config.engine.model is None:
-        yield Finding(Severity.WARNING, "engine.model", "missing: `kvtier engine serve` then needs --model")
+        if config.is_of_an_engine:
+            yield Finding(Severity.WARNING, "engine.model", "missing: `kvtier engine serve` then needs --model")
         return
     path = config.references.path(config.engine.model)
     if not path.exists():

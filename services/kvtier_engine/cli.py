@@ -76,6 +76,7 @@ def run(config: Config) -> None:
     from kvtier_engine.api.known_hosts import KnownHosts
     from kvtier_engine.api.request_tenants import RequestTenants
     from kvtier_engine.api.server import Server
+    from kvtier_engine.api.tls_server import TlsServer
     from kvtier_engine.assemble import assembled_engine
 
     open_files, tls, tenants = raise_open_files_limit(), _tls(config), RequestTenants.of(config)
@@ -93,21 +94,17 @@ def run(config: Config) -> None:
             tenants=tenants,
         )
         served, is_of_this_machine = server.app(), is_loopback(listener.getsockname()[0])
-        uvicorn_server = uvicorn.Server(
-            uvicorn.Config(
-                KnownHosts(served, config.engine.allowed_hosts) if is_of_this_machine else served,
-                loop="asyncio",  # whatever else is installed: one loop, which tests have seen
-                http=bounded_protocol(open_files),
-                backlog=BACKLOG,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
-            )
+        serving = uvicorn.Config(
+            KnownHosts(served, config.engine.allowed_hosts) if is_of_this_machine else served,
+            loop="asyncio",  # whatever else is installed: one loop, which tests have seen
+            http=bounded_protocol(open_files),
+            backlog=BACKLOG,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
         )
-        if tls is not None:
-            uvicorn_server.config.load()
-            uvicorn_server.config.ssl = tls
+        uvicorn_server = uvicorn.Server(serving) if tls is None else TlsServer(serving, tls)
         _serve_until_ended(uvicorn_server, assembled.engine, listener, "http" if tls is None else "https")
 
 

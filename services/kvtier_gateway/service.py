@@ -19,6 +19,7 @@ from kvtier.errors import ConfigError
 from kvtier.net.address import reason_of
 from kvtier.net.certificates import client_context
 from kvtier.net.serving_tls import serving_context
+from kvtier.net.tls_listener import TlsListener
 from kvtier.system.process_metrics import describe_process
 from kvtier_gateway.api import Api
 from kvtier_gateway.dispatching import Dispatching
@@ -47,7 +48,6 @@ _LAST_ANSWERS_S = 0.5
 """What clients whose requests are cut get to hear so."""
 _LOOK_S = 0.05
 """Seconds between two looks whether the last request has ended."""
-_HANDSHAKE_S = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -69,7 +69,7 @@ class GatewayService:
         """Opens and reads nothing yet: see `start`."""
         self._config = config
         self._stack = contextlib.AsyncExitStack()
-        self._listener: asyncio.Server | None = None
+        self._listener: asyncio.Server | TlsListener | None = None
         """None until clients are served."""
 
     async def start(self) -> Addresses:
@@ -153,9 +153,9 @@ class GatewayService:
             await self._finish(self._listener)
         await self._stack.aclose()
 
-    async def _finish(self, listener: asyncio.Server) -> None:
+    async def _finish(self, listener: asyncio.Server | TlsListener) -> None:
         self._api.is_stopping = True
-        listener.close()
+        await _closed(listener)
         self._server.cut_idle()
         deadline = MONOTONIC() + self._config.gateway.shutdown_grace_s
         while self._server.num_busy and MONOTONIC() < deadline:
@@ -182,17 +182,15 @@ class GatewayService:
 
     async def _serve(
         self, listening: socket.socket, handler: Handler, max_connections: int, context: ssl.SSLContext | None
-    ) -> tuple[BoundedServer, asyncio.Server]:
+    ) -> tuple[BoundedServer, asyncio.Server | TlsListener]:
         server = BoundedServer(handler, max_connections)
         self._stack.push_async_callback(server.shutdown, 0.0)
-        listener = await asyncio.get_running_loop().create_server(
-            server,
-            sock=listening,
-            backlog=BACKLOG,
-            ssl=context,
-            ssl_handshake_timeout=None if context is None else _HANDSHAKE_S,
-        )
-        self._stack.callback(listener.close)
+        listener: asyncio.Server | TlsListener
+        if context is None:
+            listener = await asyncio.get_running_loop().create_server(server, sock=listening, backlog=BACKLOG)
+        else:
+            listener = TlsListener(listening, context, server)
+        self._stack.push_async_callback(_closed, listener)
         return server, listener
 
 
@@ -215,6 +213,12 @@ def _host_port(address: str) -> tuple[str, int]:
 def _address(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def _closed(listener: asyncio.Server | TlsListener) -> None:
+    closing = listener.close()
+    if closing is not None:
+        await closing
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

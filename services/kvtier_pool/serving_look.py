@@ -67,16 +67,19 @@ def _asked(url: str) -> tuple[int, str] | None:
         status, text, _ = healthz(url, _HTTP_S)
     except (OSError, ValueError, HTTPException):
         return None
-    return status, " ".join(text.split())[:300]
+    return status, "; ".join(text.splitlines()).replace("ok; ", "ok ", 1)[:300]
 
 
 def _answered(url: str, status: int, said: str, *, is_other: bool) -> Line:
     """:param is_other: whether the pools of this machine were started with other files."""
     if status != HTTPStatus.OK or not said.startswith("ok"):
         return Line(Level.PROBLEM, _KEY, f"{url} answers {status}: {said}", "probes fail", "see the pool's log")
-    found = f"a pool answers at {url}: {said}"
+    degraded = said.removeprefix("ok").strip()
+    found = f"a pool answers at {url}: {degraded or said}"
+    if degraded:
+        return Line(Level.PROBLEM, _KEY, found, "it serves without that", "see the pool's log and docs/errors.md")
     if not is_other:
-        return Line(Level.OK if said == "ok" else Level.WARNING, _KEY, found)
+        return Line(Level.OK, _KEY, found)
     return Line(
         Level.PROBLEM,
         _KEY,

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from certificates import Authority
 from configured_pool import running
-from doctor_rig import PASSWORD, diagnosed, diagnosed_as, engine_file, pool_file, run
+from doctor_rig import PASSWORD, TOKEN, diagnosed, diagnosed_as, engine_file, pool_file, run
 from free_port import free_port
+from pool_rig import connect, items, until
 from redis_rig import running_cluster, running_redis
 from suspending import suspended
 
@@ -80,6 +82,15 @@ def test_a_whole_set_up_and_a_wrong_token(tmp_path: Path) -> None:
         found.tells(f"unix:{socket_path}: the socket's file was removed", "restart the pool")
         found.tells("pool_service.disk_dir", "was removed under the pool that runs with this file", "restart")
         (tmp_path / "moved").rename(tmp_path / "disk")
+        (tmp_path / "disk" / "kvtier-disk-tier").rename(tmp_path / "marker")
+        writer = connect(pool.block, token=TOKEN)
+        writer.write(items(range(4)))
+        until(lambda: "disk is off" in httpx.get(f"http://{pool.http}/healthz").text)
+        found = diagnosed(file, KVTIER__ENGINE__MODEL_CACHE_DIR=str(tmp_path))
+        found.tells("pool_service.listen", "a pool answers at http://", "disk is off: ", "see the pool's log")
+        assert not any("engine.model" in text for text in found.of("warning")), "it is a pool's file"
+        writer.close()
+        (tmp_path / "marker").rename(tmp_path / "disk" / "kvtier-disk-tier")
         with suspended(pool.service.process.pid):
             found = diagnosed(engine_file(tmp_path, tcp, "connect_timeout_s = 0.2"))
             found.tells("connected, but no greeting in time", "the pool hangs or is stopped")
@@ -114,6 +125,8 @@ def test_a_full_disk_and_too_little_memory(tmp_path: Path) -> None:
     assert list((tmp_path / "disk").iterdir()) == [], "the probe is gone"
     (tmp_path / "disk" / "letters.txt").touch()
     diagnosed(pool_file(tmp_path, "disk_dir = 'disk'")).tells("holds other files", "name an empty or new folder")
+    (tmp_path / "disk" / "00000001.segment").touch()
+    diagnosed(pool_file(tmp_path, "disk_dir = 'disk'")).tells("has segments, and its file kvtier-disk-tier is gone")
 
 
 @contextmanager

@@ -66,6 +66,17 @@ def test_another_model_than_the_others(tmp_path: Path) -> None:
         assert not any("namespace" in text for text in diagnosed(file).of("warning")), "they are its own"
 
 
+def test_a_tier_of_an_engine_that_is_off(tmp_path: Path) -> None:
+    page = ["# TYPE kvtier_engine_prompt_tokens counter", "kvtier_engine_prompt_tokens_total 640.0"]
+    for tier, is_in in (("disk", "off"), ("host", "writable")):
+        for state in ("writable", "read_only", "off"):
+            page.append(f'kvtier_tier_state{{tier="{tier}",state="{state}"}} {int(state == is_in)}')
+    with an_engine("\n".join([*page, ""])) as listen:
+        found = diagnosed(engine_file(tmp_path, [], f"[engine]\nlisten = '{listen}'"))
+    found.tells("engine.listen", "tier disk of the engine that answers there is off", "see the engine's log")
+    assert not any("tier host" in text for text in found.problems())
+
+
 def test_an_engine_and_a_gateway_that_hang(tmp_path: Path) -> None:
     """The ports are in use, and nobody answers there."""
     with socket.create_server(("127.0.0.1", 0)) as hung, an_engine("") as listen:

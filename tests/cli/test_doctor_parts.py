@@ -136,7 +136,7 @@ def test_a_container_with_few_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         limit.write_text(text)
         (line,) = [line for line in machine.machine_looks()[0].run() if line.subject == "cores"]
         assert line.level is level
-        assert level is not Level.NOTE or line.remedy.endswith("set engine.num_threads to 2")
+        assert level is not Level.NOTE or line.remedy.endswith("set its engine.num_threads to 2 or less")
     assert "the time of 0.5" in line.found
 
 

@@ -134,7 +134,7 @@ def test_a_pipe_gets_every_word() -> None:
     assert ["written at", *["109.89 GB/s"] * 4] in rows
     assert ["read", *["1,023.4 GiB"] * 4] in rows
     assert ["full", *["50%"] * 4] in rows
-    assert "disk is off: its medium fails" in answer.stdout
+    assert "disk is off: its log says why" in answer.stdout
     assert "disk packs: 1.0 GiB raw (1.00 to 1), 1.0 GiB lz4 (2.00 to 1)" in answer.stdout
     assert "memory: arena 64.0 GiB, leased 3.0 GiB, pinned 67.0 GiB, staging 1.0 MiB" in answer.stdout
     assert "redis packs" not in answer.stdout

@@ -1,6 +1,7 @@
 """What is wrong with certificates, keys and their configuration, said before anything is served."""
 
 import contextlib
+import logging
 import os
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from certificates import Authority
 from kvtier.config import Config, parse_config
 from kvtier.config.accepted import accepted_certificates, accepted_tokens
+from kvtier.config.certificate_findings import ending_certificate
 from kvtier.config.tls_files import gateway_engine_tls, pool_service_tls, pool_tls
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import tenant_id
@@ -199,6 +201,37 @@ def test_what_was_made_last_stays_until_the_files_can_be_used(tmp_path: Path) ->
     path.unlink()
     path.write_text("22")
     assert renewed.current() == 22
+
+
+def test_what_renewed_files_must_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A certificate of today; of CAs one, beside which there may be those of before. Each problem is told at once."""
+    caplog.set_level(logging.INFO)
+    old, new = Authority(tmp_path, "old", valid_days=-1), Authority(tmp_path, "new")
+    pair = new.issue("pool", "127.0.0.1")
+    files = TlsFiles(certificate=pair.certificate, key=pair.key, ca=tmp_path / "cas.pem")
+    assert files.ca is not None
+    files.ca.write_bytes(new.certificate.read_bytes())
+    renewed = Renewed(files.named, lambda: server_context(files))
+    first = renewed.current()
+    for cas in ((old, new), (new, old)):
+        files.ca.write_bytes(b"".join(each.certificate.read_bytes() for each in cas))
+        assert renewed.current() is not first
+        first = renewed.current()
+        assert all("expired" not in finding.text for finding in ending_certificate("pool.tls_ca", files.ca))
+    assert caplog.text.count("renewed certificates are in use: ") == 2
+    new.issue("pool", "127.0.0.1", from_days=1, valid_days=2)
+    assert renewed.current() is first
+    new.issue("pool", "127.0.0.1", valid_days=-1)
+    assert renewed.current() is first
+    files.ca.write_bytes(old.certificate.read_bytes())
+    new.issue("pool", "127.0.0.1")
+    assert renewed.current() is first
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [text.split("; ")[0].split(" 2")[0].replace(str(tmp_path), "") for text in told] == [
+        "the certificates from before stay in use: tls_certificate: /pool.pem holds from",
+        "the certificates from before stay in use: tls_certificate: /pool.pem expired at",
+        "the certificates from before stay in use: tls_ca: /cas.pem expired at",
+    ]
 
 
 CERTIFIED = TlsFiles(certificate=Path("e.pem"), key=Path("e.key"), ca=Path("ca.pem"))

@@ -25,12 +25,12 @@ class Pair:
 class Authority:
     """A CA that signs whatever a test asks for."""
 
-    def __init__(self, folder: Path, name: str = "authority") -> None:
+    def __init__(self, folder: Path, name: str = "authority", valid_days: int = 10) -> None:
         """:param folder: takes the CA's certificate and everything issued."""
         self._folder = folder
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        builder = _builder(self._name, self._name, self._key.public_key(), valid_days=10)
+        builder = _builder(self._name, self._name, self._key.public_key(), valid_days)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         self.certificate = folder / f"{name}.pem"
         self.certificate.write_bytes(_pem(builder.sign(self._key, hashes.SHA256())))

@@ -16,6 +16,7 @@ from kvtier.cli.stats.samples import fetch, metrics_url
 from kvtier.config import Config
 from kvtier.config.tls_files import pool_tls
 from kvtier.errors import KvtierError
+from kvtier.events import TierState
 from kvtier.net.address import GRPC_PREFIX, UNIX_PREFIX, Address
 
 _CLOCK_S = 2.0
@@ -29,7 +30,7 @@ def engine_looks(config: Config, file: Path | None) -> Iterable[Look]:
     if not config.is_of_an_engine:
         return
     if "engine" in config.model_fields_set:
-        yield Look("engine.listen", lambda: [_serving(config, file)])
+        yield Look("engine.listen", lambda: _serving(config, file))
     if config.engine.cache:
         yield from _tiers(config, file)
 
@@ -53,11 +54,18 @@ def _tiers(config: Config, file: Path | None) -> Iterable[Look]:
         yield Look("clock", lambda: _clock(config))
 
 
-def _serving(config: Config, file: Path | None) -> Line:
-    """Asks kvtier's own engine."""
-    table = config.engine
+def _serving(config: Config, file: Path | None) -> Iterable[Line]:
+    """Asks kvtier's own engine how it is, and how its tiers are."""
+    key, table = "engine.listen", config.engine
     is_tls = table.tls_certificate is not None
-    return serving_line("engine.listen", "engine", table.listen, file, path="/health", tls=is_tls)
+    yield serving_line(key, "engine", table.listen, file, path="/health", tls=is_tls)
+    facts = _facts(config)
+    for tier, of_tier in {} if facts is None else facts.tiers.items():
+        if of_tier.state not in (None, TierState.WRITABLE.value):
+            found = f"tier {tier} of the engine that answers there is {of_tier.state}"
+            yield Line(
+                Level.PROBLEM, key, found, "requests go on without it", "see the engine's log and docs/errors.md"
+            )
 
 
 def _clock(config: Config) -> Iterable[Line]:

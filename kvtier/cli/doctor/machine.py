@@ -60,8 +60,10 @@ def _cores() -> Line:
         found = (
             f"{cores} for this process; in the last minute {busy:.1f} threads have wanted the {of_host} of this host"
         )
-        effect = "an engine on the CPU has a thread for each of its cores, and every step waits for the slowest"
-        remedy = f"where they are not the engine's own, set engine.num_threads to {max(1, int(of_host - busy))}"
+        effect = "an engine on the CPU with a thread for each core waits, in every step, for the slowest"
+        remedy = (
+            f"where they are not an engine's own, set its engine.num_threads to {max(1, int(of_host - busy))} or less"
+        )
         return Line(Level.NOTE, "cores", found, effect, remedy)
     found = f"{cores} for this process, on {nodes} NUMA node{'s' if nodes > 1 else ''}"
     return Line(Level.OK, "cores", f"{found}; cache.load_threads is {default_load_threads()} unless it is set")

@@ -56,7 +56,7 @@ def tier_notes(tier: str, facts: TierFacts) -> list[str]:
     """Returns what is worth a line of its own: a medium that fails, an open breaker, codecs, errors. With markup."""
     notes = []
     if facts.state not in (None, TierState.WRITABLE.value):
-        notes.append(f"[red]{tier} is {facts.state}: its medium fails[/red]")
+        notes.append(f"[red]{tier} is {facts.state}: its log says why[/red]")
     if facts.open_breakers:
         notes.append(f"[red]{tier} is left alone, its blocks miss (open breakers: {facts.open_breakers:,.0f})[/red]")
     if facts.codecs.keys() - {"raw"}:

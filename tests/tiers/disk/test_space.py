@@ -70,6 +70,7 @@ def test_the_tier_shrinks_to_leave_the_reserve_free(
     assert tier.usage().capacity_bytes <= 300 * KIB, "what can be had, not what was configured"
     files.size_bytes = MIB
     assert "no room" not in caplog.text
+    assert caplog.text.count("others have taken space of its file system: ") == 1
     statuses = [tier.write([block((i, "none"))])[0] for i in range(10)]
     assert statuses[-1] is WriteStatus.FULL
     assert "left to others" in caplog.text

@@ -114,6 +114,11 @@ def require_no_strangers(path: Path, *, may_be_empty: bool) -> None:
     """
     names = set(os.listdir(path))
     if MARKER not in names and (names - {"lost+found"} or not may_be_empty):
+        if any(map(_SEGMENT_NAME.fullmatch, names)):
+            raise ConfigError(
+                f"disk tier folder {path} has segments, and its file {MARKER} is gone: remove the segments, or name an "
+                "empty or new folder"
+            )
         found = f"holds other files, such as {min(names)!r}" if names else "is empty"
         raise ConfigError(f"disk tier folder {path} {found}: name an empty or new folder")
 

@@ -46,7 +46,7 @@ class MediumHealth:
         self._metrics = metrics
         self._events = events
         self._log = logging.LoggerAdapter(_log, {"tier": name})
-        self._quiet = QuietLog(self._log, clock=clock)
+        self._quiet, self._of_space = QuietLog(self._log, clock=clock), QuietLog(self._log, clock=clock)
         self._writes = CircuitBreaker(_WRITES_IN_A_ROW, _PAUSE_S, clock)
         self._lock = threading.Lock()
         self._failing: set[int] = set()
@@ -140,6 +140,13 @@ class MediumHealth:
 
     def warn(self, message: str) -> None:
         self._quiet.warning(f"tier {self._name}: {message}")
+
+    def squeezed(self, most_bytes: int, capacity_bytes: int) -> None:
+        """The file system leaves the tier much less than its capacity."""
+        self._of_space.warning(
+            f"tier {self._name}: others have taken space of its file system: {most_bytes:,} of {capacity_bytes:,} "
+            "bytes are left to it, and blocks are evicted earlier"
+        )
 
     def lost_folder(self, error: OSError) -> bool:
         """Nothing of it can be kept any more. True when the tier is to be switched off for it."""

@@ -46,6 +46,8 @@ class SpaceManager:
         self._reserve_bytes = reserve_bytes
         self.most_bytes = capacity_bytes
         """What files may take, by the capacity and by what the file system last had. Changed under the state's lock."""
+        self._is_squeezed = False
+        """Whether the file system leaves less than half of the capacity. Changed under the state's lock."""
         self._forget_bytes = min(_MOST_FORGET_BYTES, capacity_bytes // 16 // PAGE * PAGE)
         """Bytes for tombstones alone: what was forgotten must be so at once, whatever is to be evicted."""
 
@@ -210,6 +212,10 @@ class SpaceManager:
         used = self._state.segments.used_bytes
         of_system = used + free_bytes - self._reserve_bytes
         self.most_bytes = max(1, min(self._capacity_bytes, of_system))
+        is_squeezed = of_system < self._capacity_bytes // 2
+        if is_squeezed and not self._is_squeezed:
+            self._health.squeezed(self.most_bytes, self._capacity_bytes)
+        self._is_squeezed = is_squeezed
         return min(self._capacity_bytes - self._forget_bytes, of_system)
 
     def _warn_of_no_room(self, nbytes: int, limit: int) -> None:
