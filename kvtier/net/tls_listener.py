@@ -29,7 +29,7 @@ class TlsListener:
     ) -> None:
         """Begins. At most 256 handshakes are made at a time, for an eighth of the process's descriptors.
 
-        :param listening: stays the caller's.
+        :param listening: is closed by `close`.
         :param server: makes the protocol that a connection has from its handshake on.
         """
         listening.setblocking(False)
@@ -40,11 +40,12 @@ class TlsListener:
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
     async def close(self) -> None:
-        """Accepts no more connections, and gives up those without TLS. Idempotent."""
+        """Accepts no more connections, closes the socket for them, and gives up those without TLS. Idempotent."""
         tasks = [self._accepting, *self._handshakes]
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        self._listening.close()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()

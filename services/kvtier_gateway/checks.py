@@ -6,9 +6,7 @@ from kvtier.config import Config
 from kvtier.config.certificate_findings import ending_certificates
 from kvtier.config.findings import Finding, Severity, errors_of
 from kvtier.system.open_files import reachable_open_files
-from kvtier_gateway.protection import start_attempts
-
-_OPEN_FILES_PER_CONNECTION, _OPEN_FILES_BESIDES = 2, 64
+from kvtier_gateway.protection import OPEN_FILES_BESIDES, OPEN_FILES_PER_CONNECTION, most_connections, start_attempts
 
 
 def gateway_findings(config: Config) -> Iterable[Finding]:
@@ -22,13 +20,15 @@ def gateway_findings(config: Config) -> Iterable[Finding]:
 def setting_findings(config: Config) -> Iterable[Finding]:
     """What there is to say of a gateway's settings alone."""
     table = config.gateway
-    needed = table.max_connections * _OPEN_FILES_PER_CONNECTION + _OPEN_FILES_BESIDES
-    if needed > reachable_open_files():
+    needed = table.max_connections * OPEN_FILES_PER_CONNECTION + OPEN_FILES_BESIDES
+    most = most_connections(table)
+    if most < table.max_connections:
         yield Finding(
             Severity.WARNING,
             "gateway.max_connections",
             f"{table.max_connections} need {needed:,} open files at times, and this process may have "
-            f"{reachable_open_files():,}: raise the limit (ulimit -Hn, LimitNOFILE=), or lower the key",
+            f"{reachable_open_files():,}: no more than {most:,} are taken. Raise the limit (ulimit -Hn, LimitNOFILE=), "
+            "or lower the key",
         )
     yield from ending_certificates(config, "gateway", ("tls_certificate", "engine_tls_ca"))
     urls = [engine.url for engine in table.engines]

@@ -85,6 +85,8 @@ class Forwarding:
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
+        self.is_stopping = False
+        """Whether it is the gateway that gives up requests."""
 
     async def forward(self, request: web.BaseRequest, outgoing: Outgoing, route: Route) -> web.StreamResponse:
         """Gives the request to one engine after the other until one answers; the answer, sent.
@@ -188,10 +190,13 @@ class Forwarding:
 
     async def _break_off(self, request: web.BaseRequest, answer: web.StreamResponse, engine: Engine) -> None:
         """Ends an answer that the engine has not ended, so that the client sees that it is not whole."""
-        self._metrics.broken_streams.labels(engine.url).inc()
-        _log.warning("engine %s failed in the middle of an answer", engine.url)
-        if answer.content_type == "text/event-stream":
+        if self.is_stopping:
+            error = ApiError(503, "the gateway is stopping", code="unavailable")
+        else:
             error = ApiError(502, "the engine failed before the answer was complete", code="engine_failed")
+            self._metrics.broken_streams.labels(engine.url).inc()
+            _log.warning("engine %s failed in the middle of an answer", engine.url)
+        if answer.content_type == "text/event-stream":
             with contextlib.suppress(ConnectionError):
                 await answer.write(error.event())
                 await answer.write_eof()

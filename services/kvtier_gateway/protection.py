@@ -1,4 +1,4 @@
-"""What a gateway refuses to begin with."""
+"""What a gateway refuses to begin with, and how many clients it takes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +12,9 @@ from kvtier.errors import ConfigError
 from kvtier.net.address import is_loopback
 from kvtier.net.certificates import client_context
 from kvtier.net.tls import client_tls, server_tls
+from kvtier.system.open_files import reachable_open_files
+
+OPEN_FILES_PER_CONNECTION, OPEN_FILES_BESIDES = 2, 64
 
 
 def start_attempts(config: Config) -> list[Callable[[], object]]:
@@ -73,3 +76,9 @@ def require_usable(config: Config) -> None:
         raise ConfigError('gateway.engines: missing; name one, e.g. engines = ["http://127.0.0.1:8000"]')
     if not accepted_api_keys(config):
         raise ConfigError("api_keys: no key_sha256 anywhere: nobody could use the gateway; give an [api_keys.NAME] one")
+
+
+def most_connections(table: GatewayConfig) -> int:
+    """`max_connections`, or fewer where this process may not have as many open files."""
+    files = reachable_open_files()
+    return max(1, min(table.max_connections, (files - files // 8 - OPEN_FILES_BESIDES) // OPEN_FILES_PER_CONNECTION))

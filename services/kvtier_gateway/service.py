@@ -35,7 +35,7 @@ from kvtier_gateway.keying.tenants import TenantHashers
 from kvtier_gateway.keying.tokenising import PromptTokens
 from kvtier_gateway.keys import ApiKeys
 from kvtier_gateway.metrics import GatewayMetrics
-from kvtier_gateway.protection import require_usable, shows_tenants, start_attempts
+from kvtier_gateway.protection import most_connections, require_usable, shows_tenants, start_attempts
 from kvtier_gateway.routing.registry import make_strategy
 from kvtier_gateway.status import Status
 
@@ -101,19 +101,19 @@ class GatewayService:
         stalls = Stalls(table.send_timeout_s, metrics)
         watching = asyncio.create_task(stalls.run())
         self._stack.push_async_callback(_cancelled, watching)
-        forwarding = Forwarding(session, table, metrics, stalls, token)
+        self._forwarding = Forwarding(session, table, metrics, stalls, token)
         strategy = make_strategy(table.strategy)
         dispatching = Dispatching(strategy, self._fleet, metrics)
         if strategy.follows_events:
             listening_to = Subscriptions(lambda: self._fleet.engines, hashers, strategy.kv_event)
             EventCounts(registry, listening_to.counts)
             self._stack.push_async_callback(_cancelled, asyncio.create_task(listening_to.run()))
-        self._api = Api(table, self._keys, self._fleet, prompts, dispatching, forwarding, stalls, metrics)
+        self._api = Api(table, self._keys, self._fleet, prompts, dispatching, self._forwarding, stalls, metrics)
         status = Status(registry, self._fleet, self._api.health, shows_tenants=shows_tenants(table))
         await self._serve(status_listening, status.answer, _STATUS_CONNECTIONS, None)
         files = gateway_tls(config)
         context = None if files is None else serving_context(files)
-        self._server, self._listener = await self._serve(listening, self._api.answer, table.max_connections, context)
+        self._server, self._listener = await self._serve(listening, self._api.answer, most_connections(table), context)
         scheme = "http" if files is None else "https"
         return Addresses(f"{scheme}://{_address(listening)}", f"http://{_address(status_listening)}")
 
@@ -163,6 +163,7 @@ class GatewayService:
             self._server.cut_idle()
         if self._server.num_busy:
             _log.warning("%d requests are cut: they have not ended in shutdown_grace_s", self._server.num_busy)
+            self._forwarding.is_stopping = True
             for engine in self._fleet.all_engines():
                 engine.give_up()
             await asyncio.sleep(_LAST_ANSWERS_S)

@@ -23,7 +23,8 @@ _KEY = "pool_service.redis_url"
 _WITHOUT = "the pool runs without this tier: nothing is shared with other pools"
 _WITHOUT_MASTER = "a pool that starts runs without this tier; one that runs keeps to the master that it knows"
 _WITHOUT_NODE = "blocks of this node miss; the other nodes serve theirs"
-_START = "start the Redis, or correct the URL; see bind and protected-mode of its configuration"
+_START = "start the Redis, or correct the URL (rediss:// for TLS); see bind and protected-mode of its configuration"
+_TRUST = "the server's certificate must hold, be for the host of the URL, and be signed by a CA in the URL's ca"
 _START_SENTINELS = "start the Sentinels, or correct the URL; see the Sentinels' log, and bind of their configuration"
 
 
@@ -57,6 +58,8 @@ def _failure(subject: str, error: KvtierError, *, has_sentinels: bool, others_se
     if isinstance(error, UnauthenticatedError):
         remedy = "set redis_password (and redis_username) to what the server has: requirepass, or ACL LIST"
         return Line(Level.PROBLEM, "pool_service.redis_password", str(error), _WITHOUT, remedy)
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return Line(Level.PROBLEM, subject, str(error), _WITHOUT_NODE if others_serve else _WITHOUT, _TRUST)
     if has_sentinels:
         return Line(Level.PROBLEM, subject, str(error), _WITHOUT_MASTER, _START_SENTINELS)
     return Line(Level.PROBLEM, subject, str(error), _WITHOUT_NODE if others_serve else _WITHOUT, _START)

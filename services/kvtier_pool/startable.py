@@ -41,11 +41,11 @@ def place_attempts(config: Config) -> list[Callable[[], object]]:
 
 
 def require_redis_address(config: Config) -> None:
-    """Raises `ConfigError` where `redis_url` names no Redis. Asks nobody."""
+    """Raises `ConfigError` where `redis_url` names no Redis, or files that cannot be used. Asks nobody."""
     from kvtier.tiers.redis.address import RedisAddress  # imported here: a pool without Redis starts sooner
 
     try:
-        RedisAddress.parse(config.pool_service.redis_url or "")
+        RedisAddress.parse(config.pool_service.redis_url or "").require_files()
     except ConfigError as error:
         raise config.references.error_about("pool_service.redis_url", str(error)) from error
 

@@ -224,3 +224,27 @@ def asked_as(site: Site, tenant: str) -> bool:
     site.gateway.ask("alice", prompt="x")
     named: str = site.engine.got[-1][2]["kv_transfer_params"]["kvtier"]["tenant"]
     return named == tenant
+
+
+def test_a_stop_is_told_to_those_whose_answers_it_cuts(site: Site) -> None:
+    """The last test of this gateway: nothing is said of its engine, which is sound."""
+    held = threading.Event()
+
+    def stream(played: PlayedRequest) -> None:
+        played.begin_stream()
+        played.send_piece(b"data: 0\n\n")
+        held.wait(WAIT_S)
+
+    site.engine.answer = stream
+    with (
+        site.gateway.client("alice") as client,
+        client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer,
+    ):
+        pieces = answer.iter_raw()
+        assert next(pieces) == b"data: 0\n\n"
+        site.gateway.service.process.terminate()
+        error = json.loads(b"".join(pieces).decode().removeprefix("data: "))["error"]
+        held.set()
+    assert (error["code"], error["message"]) == ("unavailable", "the gateway is stopping")
+    assert site.gateway.service.process.wait(WAIT_S) == 0
+    assert "failed in the middle" not in site.gateway.log

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.config import parse_config
 from kvtier.config.gateway import GatewayConfig, GatewayEngineConfig
+from kvtier_gateway import checks, protection
 from kvtier_gateway.engines.engine import Engine
 from kvtier_gateway.http.api_errors import ApiError
 from kvtier_gateway.keys import ApiKeys, Client
@@ -158,3 +159,13 @@ def test_figures_of_tenants_and_keys_are_not_for_whoever_reaches_the_status_port
     )
     answer = asyncio.run(status.answer(make_mocked_request("GET", "/engines")))
     assert ("red" in answer.body.decode()) == shown
+
+
+@pytest.mark.parametrize(("files", "most"), [(65_536, 4096), (1024, 416), (100, 12)])
+def test_no_more_clients_than_there_may_be_open_files(files: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (checks, protection):
+        monkeypatch.setattr(module, "reachable_open_files", lambda: files)
+    config = parse_config({"gateway": {"engines": ["http://a:1"]}}, source="k.toml", environ={})
+    assert protection.most_connections(config.gateway) == most
+    told = [finding.text for finding in checks.setting_findings(config) if finding.key == "gateway.max_connections"]
+    assert [f"no more than {most:,} are taken" in text for text in told] == [True] * (most < 4096)

@@ -50,10 +50,13 @@ async def _served(files: TlsFiles, client: Callable[[tuple[str, int]], bytes]) -
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listener = TlsListener(listening, serving_tls.serving_context(files), Answering)
+        address = listening.getsockname()[:2]
         try:
-            return await asyncio.to_thread(client, listening.getsockname()[:2])
+            return await asyncio.to_thread(client, address)
         finally:
             await listener.close()
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(address, _WAIT_S).close()
 
 
 def _until_end(connection: socket.socket) -> bytes:

@@ -107,9 +107,9 @@ def strangers(facts: Facts, num_blocks: int) -> Iterable[Line]:
 
 
 def _facts(config: Config) -> Facts | None:
-    """What kvtier's own engine says of itself, if it runs here; None: it does not, or is another one."""
+    """What kvtier's own engine says of itself, if it runs here, without TLS; None: it does not, or is another one."""
     listen = config.engine.listen
-    if "engine" not in config.model_fields_set or listen.endswith(":0"):
+    if "engine" not in config.model_fields_set or listen.endswith(":0") or config.engine.tls_certificate is not None:
         return None
     try:
         facts = facts_of(fetch(metrics_url(listen)))

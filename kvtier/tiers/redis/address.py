@@ -6,17 +6,19 @@ redis+sentinel://host:port,host:port/service/db   whichever server the Sentinels
 redis+cluster://host:port,host:port               any nodes of a Cluster; the others are found
 
 `rediss`, `rediss+sentinel` and `rediss+cluster` are the same over TLS, with `?ca=/path` (default: the
-system's), `?cert=/path&key=/path` (a client's own) and `?check_hostname=no`. Credentials are never part of
-the URL, because URLs end up in logs.
+system's), `?cert=/path&key=/path` (a client's own) and `?check_hostname=no`; paths are absolute. Credentials are never
+part of the URL, because URLs end up in logs.
 """
 
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvtier.errors import ConfigError
 from kvtier.net.address import Address
+from kvtier.net.certificates import TlsFiles, client_context
 
 _SCHEMES = "redis, rediss, unix, redis+sentinel, rediss+sentinel, redis+cluster, rediss+cluster"
 _TLS_OPTIONS = {"ca", "cert", "key", "check_hostname"}
@@ -88,6 +90,17 @@ class RedisAddress:
             raise ConfigError("several servers in the URL of one Redis: use redis+sentinel or redis+cluster")
         return cls(kind, seeds, _db(path[0] if path else "", {}), service, tls)
 
+    def require_files(self) -> None:
+        """Raises `ConfigError` when a file that the URL names cannot be used."""
+        if self.tls is None:
+            return
+        named = [("cert", self.tls.cert), ("key", self.tls.key), ("ca", self.tls.ca)]
+        for name, text in named:
+            if text is not None and not text.startswith("/"):
+                raise ConfigError(f"{name}={text} in the URL of the Redis: write an absolute path")
+        certificate, key, ca = (None if text is None else Path(text) for _, text in named)
+        client_context(TlsFiles(certificate=certificate, key=key, ca=ca, names=("cert", "key", "ca")))
+
     def __str__(self) -> str:
         seeds = ",".join(map(str, self.seeds))
         return {
@@ -124,4 +137,5 @@ def _tls(options: dict[str, str]) -> Tls:
 
 def _require_none(options: Mapping[str, str]) -> None:
     if options:
-        raise ConfigError(f"unknown option {min(options)!r} in the URL of the Redis")
+        known = "ca, cert, key and check_hostname with rediss, db with unix"
+        raise ConfigError(f"unknown option {min(options)!r} in the URL of the Redis: there are {known}")

@@ -1,7 +1,10 @@
 """URLs of a Redis: what they say, and those that cannot be."""
 
+from pathlib import Path
+
 import pytest
 
+from certificates import Authority
 from kvtier.errors import ConfigError
 from kvtier.net.address import Address
 from kvtier.tiers.redis.address import Kind, RedisAddress, Tls
@@ -64,3 +67,19 @@ def test_urls_that_cannot_be(url: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as error:
         RedisAddress.parse(url)
     assert "secret" not in str(error.value)
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    own, other = ca.issue("own"), ca.issue("other")
+    (tmp_path / "no.pem").write_text("nothing")
+    url = f"rediss://a?ca={ca.certificate}"
+    RedisAddress.parse(f"{url}&cert={own.certificate}&key={own.key}").require_files()
+    for text, complaint in (
+        ("rediss://a?ca=ca.pem", "ca=ca.pem in the URL of the Redis: write an absolute path"),
+        (f"rediss://a?ca={tmp_path}/none.pem", "ca: cannot read .*none.pem"),
+        (f"rediss://a?ca={tmp_path}/no.pem", "ca: .*no.pem holds no CA certificate"),
+        (f"{url}&cert={own.certificate}&key={other.key}", "key: .*other.key is not the key of .*own.pem"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            RedisAddress.parse(text).require_files()

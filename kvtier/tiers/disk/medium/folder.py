@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.tiers.disk.medium.files import FileLayer
+from kvtier.tiers.disk.medium.files import PROBE, FileLayer
 
 MARKER = "kvtier-disk-tier"
 _MARKER_TEXT = b"kvtier disk tier, format 2\n"
@@ -112,7 +112,7 @@ def require_no_strangers(path: Path, *, may_be_empty: bool) -> None:
 
     :raises OSError: it cannot be read.
     """
-    names = set(os.listdir(path))
+    names = set(os.listdir(path)) - {PROBE}
     if MARKER not in names and (names - {"lost+found"} or not may_be_empty):
         if any(map(_SEGMENT_NAME.fullmatch, names)):
             raise ConfigError(
