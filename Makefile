@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 unexport TRITON_INTERPRET
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test lint unit gpu gpu-wheels test-triton test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak soak-weights soak-kernels soak-sweeps chaos fuzz bench peers proto lock sbom clean
+.PHONY: demo test lint unit gpu gpu-wheels test-model test-triton test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak soak-weights soak-kernels soak-sweeps chaos fuzz bench peers proto lock sbom clean
 
 demo: .venv/engine.stamp
 	$(BIN)/kvtier demo $(DEMO_ARGS)
@@ -23,13 +23,19 @@ lint: .venv/dev.stamp
 	$(BIN)/lint-imports
 
 # Four files at a time: tests wait for processes a third of their time. What computes has one thread: threads of two models
-# that wait for each other in loops take for ever. `test-triton` compiles kernels, and has the tests of what `make gpu` runs;
-# `soak-sweeps` has all examples of what has many.
+# that wait for each other in loops take for ever. `test-model` has what computes most. `test-triton` compiles kernels, and has
+# the tests of what `make gpu` runs; `soak-sweeps` has all examples of what has many.
 COMPILED := tests/kernels/test_resources.py tests/kernels/test_ahead_of_time.py tests/kernels/test_movement_ahead_of_time.py
+COMPUTING := tests/kernels/test_interpreted.py tests/engine/test_model.py tests/engine/test_invariance.py \
+	tests/engine/test_exactness.py tests/engine/test_end_to_end.py
+ONE_THREAD := KVTIER__ENGINE__NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
 unit: .venv/dev.stamp
-	KVTIER__ENGINE__NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
-		$(addprefix --ignore=,tests/bench/gpu tests/bench/races $(COMPILED)) $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
+		$(addprefix --ignore=,tests/bench/gpu tests/bench/races $(COMPILED) $(COMPUTING)) $(PYTEST_ARGS)
+
+# Kernels in Triton's interpreter, a real model beside transformers, and the demo. About 3 minutes.
+test-model: .venv/dev.stamp
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 4 --dist load $(PYTEST_ARGS) $(COMPUTING)
 
 # The kernels, compiled ahead of time: for one chip by the newest Triton, for the others by the oldest that may be beside them,
 # which is that of many machines with a GPU, and with it what `make gpu` runs. `soak-kernels` does all with both. About 4 minutes.

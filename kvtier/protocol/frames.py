@@ -21,7 +21,7 @@ _FRAME_COST_BYTES = 128
 _FRAME_TAG = 0x0A
 _BLOCK_TAG, _STATUS_TAG, _HEADER_TAG, _PAYLOAD_TAG = 0x08, 0x10, 0x1A, 0x22
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_UINT32_MAX = 2**32 - 1
+_UINT32_MAX, _INT32_MAX = 2**32 - 1, 2**31 - 1
 _MOST_SHORT, _MOST_LONG = 5, 10
 """Bytes of a number: of tags and lengths, as protobuf's own parser has it, and of values."""
 _EMPTY = memoryview(b"")
@@ -69,7 +69,7 @@ def decode_frames(message: ReadableBuffer) -> Iterator[Frame]:
 
     Like every protobuf reader it takes fields in any order, lets the last of several win and skips
     fields it does not know. Raises `InvalidInputError` when this is no valid protobuf, when `block`
-    does not fit 32 bits or when a frame is longer than the documented limit.
+    or `status` does not fit 32 bits or when a frame is longer than the documented limit.
     """
     for tag, _, data in _fields(memoryview(message)):
         if tag == _FRAME_TAG:
@@ -88,9 +88,10 @@ def _decode_frame(view: memoryview) -> Frame:
             header = data
         elif tag == _PAYLOAD_TAG:
             payload = data
-    if block > _UINT32_MAX or len(payload) > MAX_FRAME_PAYLOAD_BYTES:
+    if block > _UINT32_MAX or status > _INT32_MAX or len(payload) > MAX_FRAME_PAYLOAD_BYTES:
         raise InvalidInputError(
-            f"frame of block {block} with {len(payload)} payload bytes: at most {MAX_FRAME_PAYLOAD_BYTES} in a frame"
+            f"frame of block {block} with status {status} and {len(payload)} payload bytes: at most "
+            f"{MAX_FRAME_PAYLOAD_BYTES} in a frame, and no number has more than 32 bits"
         )
     return Frame(block, status, header, payload)
 

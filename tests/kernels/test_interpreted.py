@@ -10,7 +10,7 @@ import pytest
 FOLDER = Path(__file__).parent / "interpreted"
 FILES = sorted(FOLDER.glob("test_*.py"))
 NUM_PROCESSES = 4
-"""Few: each spends seconds on importing torch and Triton. `make test-triton` has them run side by side."""
+"""Few: each spends seconds on importing torch and Triton. `make test-model` has them run side by side."""
 TIMEOUT_S = 280
 
 

@@ -7,7 +7,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 from google.protobuf.message import DecodeError
 from grpc_tools import protoc
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvtier.protocol
@@ -91,6 +91,7 @@ def test_fields_in_any_order_unknown_ones_and_repetitions() -> None:
     assert (theirs.block, theirs.status, theirs.payload) == (5, 1, b"\xbb\xcc")
 
 
+@example(bytes.fromhex("0a06108080808008")).via("a status that has more bits than protobuf reads of it")
 @given(st.one_of(st.binary(max_size=200), st.binary(max_size=60).map(lambda b: bytes((0x0A, len(b))) + b)))
 def test_garbage_is_a_clean_error_or_what_protobuf_reads(message: bytes) -> None:
     try:
@@ -101,8 +102,8 @@ def test_garbage_is_a_clean_error_or_what_protobuf_reads(message: bytes) -> None
         expected = pool_pb2.Frames.FromString(message)
     except DecodeError:
         return
-    assert [(f.block, f.header, f.payload) for f in decoded] == [
-        (f.block, f.header, f.payload) for f in expected.frames
+    assert [(f.block, f.status, f.header, f.payload) for f in decoded] == [
+        (f.block, f.status, f.header, f.payload) for f in expected.frames
     ]
 
 
