@@ -70,12 +70,12 @@ def test_saves_keep_up_with_a_prefill(model: Model) -> None:
     """What has not been saved is of the step that runs and of the one that has just ended, however long it goes on."""
     rates = [
         save_prefill(model, tokens_per_s=30_000, step_s=0.25, num_steps=num_steps, fences=Fences.AT_SUBMIT)
-        for num_steps in (4, 8)
+        for num_steps in (6, 12)
     ]
     assert [rate.num_dropped for rate in rates] == [0, 0]
     assert [rate.steps_behind for rate in rates] == [2, 2]
-    before = save_prefill(model, tokens_per_s=30_000, step_s=0.25, num_steps=8, fences=Fences.AT_ITS_TURN)
-    assert (before.steps_behind or 0) > 5
+    before = save_prefill(model, tokens_per_s=30_000, step_s=0.25, num_steps=12, fences=Fences.AT_ITS_TURN)
+    assert (before.steps_behind or 0) > 10
 
 
 @pytest.mark.parametrize("model", [LLAMA_8B, LLAMA_70B_RANK], ids=lambda model: model.name)
@@ -87,7 +87,7 @@ def test_a_backlog_is_saved_at_half_of_the_bus_or_more(model: Model) -> None:
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above have played its cases; the long loads have a test of their own."""
     monkeypatch.setattr(stream_model, "_LONG_TOKENS", 16_384)
-    monkeypatch.setattr(stream_model, "_NUM_STEPS", 8)
+    monkeypatch.setattr(stream_model, "_NUM_STEPS", 12)
     for case in (load_from_host, load_from_pool, save_prefill, spill):
         monkeypatch.setattr(stream_model, case.__name__, case)
     assert stream_model.main(["--json", str(tmp_path / "rows.json")]) == 0
