@@ -75,7 +75,7 @@ def test_saves_keep_up_with_a_prefill(model: Model) -> None:
     assert [rate.num_dropped for rate in rates] == [0, 0]
     assert [rate.steps_behind for rate in rates] == [2, 2]
     before = save_prefill(model, tokens_per_s=30_000, step_s=0.25, num_steps=12, fences=Fences.AT_ITS_TURN)
-    assert (before.steps_behind or 0) > 10
+    assert (before.steps_behind or 0) > 8
 
 
 @pytest.mark.parametrize("model", [LLAMA_8B, LLAMA_70B_RANK], ids=lambda model: model.name)
