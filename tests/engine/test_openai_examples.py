@@ -83,7 +83,12 @@ def test_completions_of_several_prompts(official: openai.OpenAI, engine: EngineP
 def test_a_tool_is_called_and_its_result_is_used(official: openai.OpenAI) -> None:
     messages: list[Any] = [ASK]
     first = official.chat.completions.create(
-        model=MODEL_NAME, messages=messages, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=False
+        model=MODEL_NAME,
+        messages=messages,
+        tools=[WEATHER, TIME],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=0,
     )
     choice = first.choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
@@ -93,7 +98,9 @@ def test_a_tool_is_called_and_its_result_is_used(official: openai.OpenAI) -> Non
     assert call.function.name in ("get_weather", "get_time")
     assert set(json.loads(call.function.arguments)) in ({"location", "units"}, set())
     messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "14"}]
-    second = official.chat.completions.create(model=MODEL_NAME, messages=messages, tools=[WEATHER, TIME], max_tokens=8)
+    second = official.chat.completions.create(
+        model=MODEL_NAME, messages=messages, tools=[WEATHER, TIME], max_tokens=8, temperature=0
+    )
     assert second.choices[0].message.content or second.choices[0].message.tool_calls
     assert second.usage is not None
     assert first.usage is not None
