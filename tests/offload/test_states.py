@@ -4,6 +4,7 @@ import errno
 from collections import Counter
 from pathlib import Path
 
+import hypothesis
 import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -132,7 +133,9 @@ def test_states_against_a_dict(tmp_path: Path, policy: WritePolicy, leases: bool
                     leased.update(leased=self.store.leased.num_leased, taken_back=self.store.leased.num_taken_back)
                 super().teardown()
 
-    Machine.TestCase.settings = store_settings(max_examples=300 if IN_FULL else 30, num_steps=40)
+    # The same 30 each time: among others there may be none in which a lease is taken back.
+    few = hypothesis.settings(store_settings(max_examples=30, num_steps=40), derandomize=True)
+    Machine.TestCase.settings = store_settings(max_examples=300, num_steps=40) if IN_FULL else few
     Machine.TestCase().runTest()
     assert hits["host"] > 0, "a machine that never hits proves nothing"
     assert not leases or leased["leased"] > leased["taken_back"] > 0
