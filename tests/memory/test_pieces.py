@@ -11,7 +11,6 @@ import pytest
 import kvtier.tiers.pool.shared_memory.read
 from kvtier.codec.checksums import checksum, copy_checked
 from kvtier.identity.keys import StoreKey
-from kvtier.memory import memfd
 from kvtier.memory.pieces import Pieces, Target, copy_payload
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, make_payload, summed
@@ -24,7 +23,6 @@ NUM_LAYERS, NUM_PAGES, PIECE_BYTES = 6, 8, 40_000
 BLOCK_BYTES = 2 * NUM_LAYERS * PIECE_BYTES
 """Of a page: keys and values of all layers. Some is copied before the rest, see `codec`."""
 KEYS = [make_key(i) for i in range(NUM_PAGES)]
-needs_shared_memory = pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
 
 
 class Host:
@@ -84,7 +82,7 @@ def tier(address: str, metrics: Metrics | None = None) -> Iterator[PoolTier]:
         yield connected
 
 
-@pytest.mark.parametrize("path", [pytest.param("shm", marks=needs_shared_memory), "unix", "tcp", "grpc"])
+@pytest.mark.parametrize("path", ["shm", "unix", "tcp", "grpc"])
 def test_pieces_go_and_come_by_every_way(tmp_path: Path, path: str) -> None:
     """And what was written in pieces is read as a whole, and the other way round."""
     unix, metrics = f"unix:{tmp_path}/pool.sock", Metrics()
@@ -106,7 +104,6 @@ def test_pieces_go_and_come_by_every_way(tmp_path: Path, path: str) -> None:
         assert moved == 6 * BLOCK_BYTES
 
 
-@needs_shared_memory
 def test_pieces_of_a_block_that_its_writer_broke_are_a_miss(tmp_path: Path) -> None:
     metrics, host, other = Metrics(), Host(5), Host()
     with running_pool(32 * MIB, listen=(f"unix:{tmp_path}/pool.sock",)) as pool, tier(pool.block[0], metrics) as it:
@@ -120,7 +117,6 @@ def test_pieces_of_a_block_that_its_writer_broke_are_a_miss(tmp_path: Path) -> N
     assert other.expected(1) == host.expected(1)
 
 
-@needs_shared_memory
 def test_pieces_of_a_slot_that_changed_hands_are_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader stalls past its lease, and others take all slots meanwhile; then the pool has these blocks no more."""
     host, other, listen = Host(6), Host(), (f"unix:{tmp_path}/pool.sock",)
