@@ -84,8 +84,8 @@ class PoolServiceConfig(Section):
     min_residency_s: Annotated[float, Field(ge=0, le=3600)] = 1.0
     """A block stays in memory for at least this time: writers hear FULL rather than that others lose what they have
     just been told is kept. Long enough to hear of a block and to fetch it. Memory takes `memory_bytes` in this time at
-    most, so large refuses bursts; 0 forgets them. Does not count above a disk with `write_through`, which keeps what
-    memory evicts."""
+    most, so large refuses bursts; 0 forgets them. Does not count above a disk with `write_through` while that takes
+    blocks, as it keeps what memory evicts."""
     record_trace: Path | None = None
     """Writes down which blocks are looked up, read and written, hashed once more and without any token, for `kvtier
     simulate`. A file of an earlier run is kept with `.old` behind its name. Without: nothing is recorded."""

@@ -16,7 +16,7 @@ _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 """Types of numbers, and how `struct` names them."""
 _STRING, _LIST = 8, 9
 _ALIGNMENT = 32
-"""Of the tensors' data, where the header names no other one."""
+"""What the tensors' data is aligned to, in bytes, where the header names nothing else."""
 
 Value = str | int | float | bool
 

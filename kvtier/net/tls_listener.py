@@ -36,7 +36,7 @@ class TlsListener:
         self._listening, self._context, self._server = listening, context, server
         self._most = max(1, min(_MOST_HANDSHAKES, open_files_limit() // 8))
         self._handshakes: dict[asyncio.Task[None], None] = {}
-        """In the order in which they began."""
+        """They are in the order in which they began."""
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
     async def close(self) -> None:

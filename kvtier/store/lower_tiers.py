@@ -50,11 +50,6 @@ class LowerTier:
     """Removes everything of a tenant until a deadline (monotonic), and says how many values it was; raises
     `UnavailableError` where that could not be done. None: the tier is a disk, which has its own, or cannot."""
 
-    @property
-    def keeps_acknowledged(self) -> bool:
-        """Whether every acknowledged block is there before memory gives it up."""
-        return self.settings.keeps_acknowledged and self.admission is None
-
 
 class LowerTiers:
     """The tiers below memory, from the fastest to the slowest, or none at all. Any thread that holds no lock of
@@ -113,6 +108,10 @@ class LowerTiers:
                 except KvtierError as error:
                     problems.append(f"{tier.name}: {error}")
         return removed, problems
+
+    def keep_evicted(self, tenant: TenantId) -> bool:
+        """Whether one of them has every acknowledged block of the tenant before memory gives it up. Takes no lock."""
+        return any(way.keeps_evicted(tenant) for way in self._ways)
 
     def problem(self) -> str | None:
         """Says what keeps blocks from getting here, None when nothing does."""

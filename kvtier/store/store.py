@@ -74,7 +74,7 @@ class Store:
         :param memory_bytes: capacity of the memory tier, bookkeeping included, taken as it is used.
         :param below: from the fastest to the slowest; owned from now on. Their events go to `hub` already.
         :param hub: receives the memory tier's events, and is closed with the core.
-        :param min_residency_s: blocks stay in memory so long at least; 0 where a tier keeps what is acknowledged.
+        :param min_residency_s: blocks stay in memory so long at least, unless a tier keeps what is acknowledged.
         :param shared: the memory is such that clients on this host can map it.
         :param pins: what tenants may pin in memory; None: nothing.
         :param tier_metrics: those of the tiers, for memory.
@@ -90,7 +90,8 @@ class Store:
         self._memory = HostTier(
             memory_bytes,
             name="memory",
-            min_residency_s=0.0 if any(lower.keeps_acknowledged for lower in below) else min_residency_s,
+            min_residency_s=min_residency_s,
+            is_kept_elsewhere=lambda tenant: self._below.keep_evicted(tenant),
             shared=shared,
             block_overhead_bytes=BLOCK_OVERHEAD_BYTES,
             make_policy=make_policy,

@@ -104,6 +104,10 @@ class WriteBehind:
         """Whether all writers run."""
         return self._writers.alive
 
+    def keeps_evicted(self, tenant: TenantId) -> bool:
+        """Whether the tier has every acknowledged block of the tenant before memory gives it up. Takes no lock."""
+        return self._settings.keeps_acknowledged and self._gate is None and self._waiting.takes_of(tenant)
+
     def is_behind(self, tenant: TenantId) -> bool:
         """Whether no new block of this tenant may be taken: too much of it waits for a tier that keeps what is
         acknowledged. False for any other tier, and for one that would not take the block."""

@@ -110,7 +110,8 @@ class WriteQueue:
         return self._room.fits(tenant_of(key), nbytes)
 
     def takes_of(self, tenant: TenantId) -> bool:
-        """Whether the tier may be expected to take the tenant's blocks, though perhaps late."""
+        """Whether the tier may be expected to take the tenant's blocks, though perhaps late. Without the lock, whether
+        it was so a moment ago."""
         return not self._fails and tenant not in self._without_room
 
     def expect_success(self) -> None:

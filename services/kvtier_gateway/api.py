@@ -32,7 +32,7 @@ _CLIENT_CLOSED = "499"
 
 @dataclass(frozen=True, slots=True)
 class _Caller:
-    """Whose a request is."""
+    """The client of a request."""
 
     rights: ApiKeyConfig
     """The rights that its key had when its headers came."""

@@ -26,7 +26,7 @@ _PART_BYTES = 1 << 15
 _TRY_ANOTHER = frozenset((502, 503, 504))
 """Statuses of engines that cannot answer at the moment."""
 _NO_TENANT = re.compile(rb'"param":\s*"kv_transfer_params\.kvtier\.tenant"')
-"""In what an engine answers to a request of a tenant that it does not serve. No client has named that one."""
+"""An engine that does not serve a request's tenant answers with this. The gateway has named the tenant, no client."""
 _ANSWERS = range(200, 600)
 """Statuses of answers. No client asks for others, such as 101, through a gateway."""
 _log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from kvtier.tiers.disk import tier as disk
 from kvtier.tiers.disk.medium import health as health
 from kvtier.tiers.disk.medium.files import OsFiles
 from pool_grpc_rig import connect
-from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TOKENS, WAIT_S, core_rig, until
+from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TOKENS, WAIT_S, core_rig, keys, payloads, until
 
 SERVICE = "/kvtier.pool.v1.Pool/"
 CREDENTIALS = (("authorization", "Bearer " + TOKENS["red"]),)
@@ -78,6 +78,30 @@ def test_a_failing_disk_is_in_the_stream_in_usage_and_in_metrics(
         assert heard(pool_pb2.Event.WRITABLE)
         assert state() == pool_pb2.TierUsage.WRITABLE
         stream.cancel()
+
+
+def test_residency_counts_while_the_disk_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its writer heard to be kept must not be gone a moment later, whatever the disk does."""
+    monkeypatch.setattr(health, "_PAUSE_S", 0.01)
+    monkeypatch.setattr("kvtier.store.write_workers._RETRY_S", 0.05)
+    broken = BrokenFiles(direct=False)
+    with core_rig(tmp_path, files=GatedFiles(broken), memory_bytes=MIB, min_residency_s=3600.0) as rig:
+
+        def stored(labels: Sequence[int]) -> list[WriteStatus]:
+            statuses = []
+            for label in labels:
+                statuses.append(rig.store(label))
+                until(lambda: not rig.core._below._ways[0]._waiting.pinned_bytes)
+            return statuses
+
+        assert stored(range(40)) == [WriteStatus.STORED] * 40
+        broken.full = True
+        statuses = stored(range(100, 140))
+        assert set(statuses) == {WriteStatus.STORED, WriteStatus.FULL}
+        kept = [label for label, status in zip(range(100, 140), statuses, strict=True) if status is WriteStatus.STORED]
+        assert rig.load(keys(kept)) == payloads(kept)
+        broken.full = False
+        until(lambda: set(stored(range(200, 240))) == {WriteStatus.STORED})
 
 
 def test_a_tenant_at_its_cap_of_the_disk_costs_nobody_else_what_is_acknowledged(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def _model(token_s: float, step_s: float, dtype: str) -> EngineModel:
 
 
 def _simulated_p90_s(way: _Way, trace: Trace, model: EngineModel, num_engines: int) -> float:
-    """Over the same requests at the same times."""
+    """Simulates the same requests at the same times."""
     work = workload(trace, model.compute, 0)
     as_it_is = work.compute_s / (work.duration_s * num_engines)
     pool = PoolModel(_COPY_BYTES_PER_S if way.with_pool else 0.0, oversubscription=1.0)

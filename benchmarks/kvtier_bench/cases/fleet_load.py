@@ -71,9 +71,9 @@ class Answered:
     """What became of one request."""
 
     ttft_s: float
-    """From when it was due to the first event of its answer."""
+    """Seconds from when it was due to the first event of its answer."""
     step_s: float
-    """From one token to the next, where the answer has several."""
+    """Seconds from one token to the next, where the answer has several."""
     num_cached: int
     """Tokens of the prompt that were not computed."""
 

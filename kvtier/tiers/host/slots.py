@@ -4,7 +4,7 @@ import collections
 import logging
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import Counter
 
@@ -66,16 +66,17 @@ class HostSlots:
         memory: SlabMemory,
         events: EventQueue,
         *,
-        min_residency_s: float,
+        residency_s: Callable[[TenantId], float],
         num_evicted: Counter,
         clock: Clock,
     ) -> None:
         """
         :param name: of the tier, for messages.
-        :param min_residency_s: see `HostTier`.
+        :param residency_s: how many seconds a block stays at least, whatever this tenant wants to write. Called with
+            the lock.
         """
         self._name, self._events, self._num_evicted = name, events, num_evicted
-        self._min_residency_s, self._clock = min_residency_s, clock
+        self._residency_s, self._clock = residency_s, clock
         self.lock = ShortLock()
         """Held while slots change hands, never while memory is copied, made or given back."""
         self.memory = memory
@@ -127,7 +128,7 @@ class HostSlots:
                 step: Growth | Relocation | bool = True
                 if not lane.num_free:
                     step = self._reclaim.make_room(
-                        tenant, lane, young_s=self._young_s(), most_moved_bytes=most_moved_bytes
+                        tenant, lane, young_s=self._young_s(tenant.tenant), most_moved_bytes=most_moved_bytes
                     )
                     self._note_evicted()
                 slot = None
@@ -290,9 +291,10 @@ class HostSlots:
             self._evicted.update(key[:TENANT_ID_BYTES] for key in keys)
             self._events.post(EventKind.REMOVED, keys)
 
-    def _young_s(self) -> float:
-        """Blocks committed after this time stay."""
-        return self._clock() - self._min_residency_s if self._min_residency_s else math.inf
+    def _young_s(self, tenant: TenantId) -> float:
+        """Blocks committed after this time stay, whatever the tenant wants to write."""
+        residency_s = self._residency_s(tenant)
+        return self._clock() - residency_s if residency_s else math.inf
 
     def _grow(self, growth: Growth) -> bool:
         """Makes the slab that is charged; False when there is no memory. Unlocked."""

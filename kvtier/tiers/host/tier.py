@@ -57,6 +57,7 @@ class HostTier:
         block_overhead_bytes: int = 0,
         make_policy: Callable[[], EvictionPolicy[StoreKey]] = LRU,
         min_residency_s: float = 0.0,
+        is_kept_elsewhere: Callable[[TenantId], bool] = lambda tenant: False,
         on_event: EventSink = ignore_event,
         metrics: Metrics | None = None,
         clock: Clock = MONOTONIC,
@@ -73,6 +74,8 @@ class HostTier:
         :param min_residency_s: a block is not evicted before: writers hear FULL instead. Except for writers of its own
             tenant that have no memory at all yet, else a client that writes without a pause would keep all others
             out; and for tenants that have less than they are owed.
+        :param is_kept_elsewhere: whether `min_residency_s` does not count for a tenant's writes at this moment, because
+            what is evicted can be had from somewhere else. Called with a lock: must not block.
         :param on_event: called from the threads that use the tier; must not call `close`.
         :param metrics: counts evictions.
         """
@@ -90,7 +93,7 @@ class HostTier:
                 prefault=prefault,
             ),
             self._events,
-            min_residency_s=min_residency_s,
+            residency_s=lambda tenant: 0.0 if is_kept_elsewhere(tenant) else min_residency_s,
             num_evicted=(metrics or Metrics()).evicted_blocks.labels(name),
             clock=clock,
         )

@@ -37,8 +37,8 @@ class ServerLook:
 
 
 def look_at(url: str, settings: RedisSettings, timeout_s: float) -> dict[str, ServerLook | KvtierError]:
-    """Asks every server behind an address, and changes nothing. Blocks for `timeout_s` at the most for each. Of a
-    server that fails, the value says why.
+    """Asks every server behind an address, and changes nothing. Blocks for `timeout_s` at the most for each. The value
+    of a server that fails says why.
 
     :raises KvtierError: it is not known which servers there are; `ConfigError` for a URL that is none, or that names a
         service which its Sentinels do not know. An `UnauthenticatedError`, raised or returned, is about a wrong

@@ -21,7 +21,7 @@ class KVGroups:
     num_layers: int | None = None
     """Layers of a block; None: all of the model."""
     places: tuple[tuple[int, int], ...] = ()
-    """For each layer its group, and its place in this group's blocks. The full group is 0. Empty: one group."""
+    """Each layer's group, and its place in this group's blocks. The full group is 0. Empty: one group."""
     window: int | None = None
     """How many tokens layers of other groups see, their own among them; None: there are no such groups."""
 

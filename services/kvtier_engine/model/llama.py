@@ -35,7 +35,7 @@ class Chunk:
     adapter: str | None = None
     """The name of the LoRA adapter that it is computed with: `AdaptedModel`. None: with none."""
     windowed_tables: Sequence[Sequence[int]] = ()
-    """The same for each windowed group of the KV; what stands there for blocks that its window has left is not read."""
+    """Block tables of the windowed groups of the KV; entries for blocks that the window has left are not read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from kvtier_kernels.records import LossyCodec, RecordLayout
 PHYSICAL_LAYOUT = "L2NHD"
 """Inside a block: layer, key or value, token, KV head, head dimension."""
 _GROUPED_LAYOUT = f"{PHYSICAL_LAYOUT}-grouped"
-"""The same, of the layers of one KV group."""
+"""The layout of a block that has the layers of one KV group."""
 BACKENDS = {"cpu": "torch-cpu", "cuda": "torch-cuda"}
 """Names of backends, by type of device. The two round differently, in every matrix product that leads to KV."""
 _CPU = torch.device("cpu")

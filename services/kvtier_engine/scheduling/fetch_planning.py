@@ -50,7 +50,7 @@ class FetchPlanning:
         self._tokens_per_block, self._tokens = tokens_per_block, tokens
 
     def num_to_fetch(self, request: Request, num_hits: int, num_here: int, max_hits: int) -> int | None:
-        """By how many blocks fetching makes the prefix longer than the device alone does; None while that is not known.
+        """Returns how many blocks fetching adds to the prefix that is on the device; None while that is not known.
 
         :param num_hits: the length of the longest prefix that is on the device.
         :param num_here: how many leading blocks the device has of the full group, at least as many.

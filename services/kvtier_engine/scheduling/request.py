@@ -102,7 +102,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     """Device blocks of all layers, or of those with full attention where windowed ones have blocks of their own."""
     windowed: list[list[int]] = field(default_factory=list)
-    """The same for each windowed group, with `NO_BLOCK` where the sequence holds none."""
+    """Device blocks of each windowed group, with `NO_BLOCK` where the sequence holds none."""
     num_computed: int = 0
     num_published: int = 0
     """The number of leading blocks that are known under their keys."""

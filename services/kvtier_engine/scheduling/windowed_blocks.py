@@ -9,7 +9,7 @@ from kvtier_engine.model.kv_groups import KVGroups
 from kvtier_engine.scheduling.request import NO_BLOCK, Request
 
 Tables = list[list[int]]
-"""For each windowed group the device blocks of a sequence by position, with `NO_BLOCK` where it holds none."""
+"""The device blocks of a sequence by windowed group and position, with `NO_BLOCK` where it holds none."""
 
 
 class WindowedBlocks:

@@ -34,7 +34,7 @@ class Summary:
     """None: the strategy predicts nothing."""
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the figures by name, for JSON."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 

@@ -121,7 +121,7 @@ class Fleet:
         self._candidates[place] = Candidate(self._candidates[place].engine, load, prices)
 
     def _look(self) -> None:
-        """At the metrics of all engines."""
+        """Reads the metrics of all engines."""
         for place, engine in enumerate(self.engines.values()):
             prices = self._metrics[place][2]
             if prices.pool_bytes_per_s != engine.pool_bandwidth:

@@ -43,7 +43,7 @@ class Demand:
         """Returns how many requests come to each of the engines per second of work that it still has to do.
 
         A request of `work_s` behind a backlog of `backlog_s` delays by `work_s` each request that comes before the
-        engine is idle. Those are `waiting * (backlog_s + work_s)` requests, because the engine works off its backlog
+        engine is idle, which are `waiting * (backlog_s + work_s)`, because the engine works off its backlog
         only as fast as new requests let it. Fewer requests come to an engine that was less busy than the mean, and
         fewest to a new one. A busier engine counts as the mean, because some of its requests can go elsewhere.
         """

@@ -304,6 +304,23 @@ def test_a_hang_is_told_once_and_ends_with_the_operation_that_hung() -> None:
     assert told[1] is None
 
 
+def test_a_hang_lasts_until_all_have_ended_that_were_under_way_when_it_was_noticed() -> None:
+    """A medium that gives up one operation after the other does not answer again in between."""
+    now, told = 0.0, list[str | None]()
+    watch = HangWatch(5.0, told.append, lambda: now)
+    with contextlib.ExitStack() as later:
+        with watch.operation("read"):
+            now = 4.0
+            later.enter_context(watch.operation("write"))
+            now = 6.0
+            assert watch.hangs()
+        assert watch.hangs()
+        with watch.operation("read"):
+            later.close()
+            assert not watch.hangs()
+    assert len(told) == 2
+
+
 def test_a_file_system_that_hangs_and_answers_again(tmp_path: Path) -> None:
     with hanging_disk(tmp_path) as disk, opened(disk.folder / "tier", 16 * MIB, timeout_s=TIMEOUT_S) as tier:
         tier.write(items(*range(4)))

@@ -15,9 +15,10 @@ _LOOK_S = 0.25
 
 
 class HangWatch:
-    """The medium hangs while one of its operations has taken longer than `timeout_s`, and no longer.
+    """The medium hangs from when one of its operations has taken longer than `timeout_s` until that one, and all that
+    were under way with it, have ended.
 
-    So nobody has to try whether it answers again: the operation that hung ends, and that is the answer. Any thread. A
+    So nobody has to try whether it answers again: the operations that hung end, and that is the answer. Any thread. A
     hang is noticed by whoever waits for the medium, or asks. About 2 us per operation.
     """
 
@@ -39,6 +40,8 @@ class HangWatch:
         """When each operation under way began, and its name; the oldest first. Guarded by _lock."""
         self._hangs = False
         """Guarded by _lock."""
+        self._first_after = 0
+        """The medium hangs until every operation with a lower number has ended. Guarded by _lock."""
         self._telling = threading.Lock()
         """Held while `on_change` is told."""
         self._told = False
@@ -85,8 +88,12 @@ class HangWatch:
 
     def _look(self) -> bool:
         """Whether the medium hangs by the clock, which it also notes. The caller holds _lock."""
+        if self._hangs and any(number < self._first_after for number in self._begun):
+            return True
         oldest = next(iter(self._begun.values()), None)
         self._hangs = oldest is not None and self._clock() - oldest[0] >= self._timeout_s
+        if self._hangs:
+            self._first_after = next(self._numbers)
         return self._hangs
 
     def _next_look_s(self) -> float:
