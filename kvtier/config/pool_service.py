@@ -85,7 +85,7 @@ class PoolServiceConfig(Section):
     """A block stays in memory for at least this time: writers hear FULL rather than that others lose what they have
     just been told is kept. Long enough to hear of a block and to fetch it. Memory takes `memory_bytes` in this time at
     most, so large refuses bursts; 0 forgets them. Does not count above a disk with `write_through` while that takes
-    blocks, as it keeps what memory evicts."""
+    blocks and is no smaller than memory: it keeps what memory evicts."""
     record_trace: Path | None = None
     """Writes down which blocks are looked up, read and written, hashed once more and without any token, for `kvtier
     simulate`. A file of an earlier run is kept with `.old` behind its name. Without: nothing is recorded."""

@@ -67,7 +67,8 @@ class LowerTiers:
             WriteBehind(memory, tier, metrics, each.settings, _gate_of(each, metrics))
             for tier, each in zip(calls, lower, strict=True)
         ]
-        self._buffers = PrivateBuffers(max(_LEAST_PRIVATE_BYTES, memory.usage().capacity_bytes // _PRIVATE_SHARE))
+        self._memory_bytes = memory.usage().capacity_bytes
+        self._buffers = PrivateBuffers(max(_LEAST_PRIVATE_BYTES, self._memory_bytes // _PRIVATE_SHARE))
         self._cold_reads = [
             ColdReads(
                 memory,
@@ -110,8 +111,12 @@ class LowerTiers:
         return removed, problems
 
     def keep_evicted(self, tenant: TenantId) -> bool:
-        """Whether one of them has every acknowledged block of the tenant before memory gives it up. Takes no lock."""
-        return any(way.keeps_evicted(tenant) for way in self._ways)
+        """Whether one of them has every acknowledged block of the tenant before memory gives it up, and keeps it for as
+        long as memory would. Takes no lock."""
+        return any(
+            way.keeps_evicted(tenant) and isinstance(tier, DiskTier) and tier.most_bytes >= self._memory_bytes
+            for tier, way in zip(self.tiers, self._ways, strict=True)
+        )
 
     def problem(self) -> str | None:
         """Says what keeps blocks from getting here, None when nothing does."""

@@ -15,6 +15,7 @@ from kvtier.config.gateway import GatewayConfig
 from kvtier.protocol.openai import REQUEST_ID
 from kvtier_gateway.dispatching import Route
 from kvtier_gateway.engines.engine import Attempt, Engine
+from kvtier_gateway.engines.session import EngineSession
 from kvtier_gateway.http.api_errors import SERVER, ApiError, retry_after
 from kvtier_gateway.http.stalls import Stalls
 from kvtier_gateway.metrics import GatewayMetrics
@@ -71,14 +72,14 @@ class Forwarding:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        session: EngineSession,
         config: GatewayConfig,
         metrics: GatewayMetrics,
         stalls: Stalls,
         token: str | None,
     ) -> None:
         """
-        :param session: stays the caller's; has no deadline of its own but for connecting.
+        :param session: stays the caller's.
         :param token: the bearer token for engines.
         """
         self._session, self._config, self._metrics, self._stalls = session, config, metrics, stalls
@@ -157,13 +158,7 @@ class Forwarding:
         headers = {**self._headers, REQUEST_ID: outgoing.request_id}
         if outgoing.traceparent is not None:
             headers["traceparent"] = outgoing.traceparent
-        return await self._session.post(
-            engine.url + outgoing.path,
-            data=outgoing.body(engine),
-            headers=headers,
-            server_hostname=engine.server_name,
-            allow_redirects=False,
-        )
+        return await self._session.post(engine, outgoing.path, outgoing.body(engine), headers)
 
     async def _relay(
         self, request: web.BaseRequest, response: aiohttp.ClientResponse, first: bytes, answer: web.StreamResponse

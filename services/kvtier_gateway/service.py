@@ -17,7 +17,6 @@ from kvtier.config.accepted import gateway_files
 from kvtier.config.tls_files import gateway_engine_tls, gateway_tls
 from kvtier.errors import ConfigError
 from kvtier.net.address import reason_of
-from kvtier.net.certificates import client_context
 from kvtier.net.serving_tls import serving_context
 from kvtier.net.tls_listener import TlsListener
 from kvtier.system.process_metrics import describe_process
@@ -25,6 +24,7 @@ from kvtier_gateway.api import Api
 from kvtier_gateway.dispatching import Dispatching
 from kvtier_gateway.engines.fleet import Fleet
 from kvtier_gateway.engines.gauges import EngineGauges
+from kvtier_gateway.engines.session import EngineSession
 from kvtier_gateway.events.subscriptions import EventCounts, Subscriptions
 from kvtier_gateway.forwarding import Forwarding
 from kvtier_gateway.http.connections import BACKLOG, BoundedServer, Handler
@@ -93,7 +93,8 @@ class GatewayService:
         metrics = GatewayMetrics(registry)
         hashers = TenantHashers(config)
         prompts = self._prompts(hashers, metrics)
-        session = await self._stack.enter_async_context(self._session())
+        over = await self._stack.enter_async_context(self._session())
+        session = EngineSession(over, gateway_engine_tls(config))
         self._fleet = Fleet(session, table, metrics)
         EngineGauges(registry, lambda: self._fleet.engines)
         self._stack.push_async_callback(self._fleet.stop)
@@ -170,11 +171,9 @@ class GatewayService:
 
     def _session(self) -> aiohttp.ClientSession:
         """What requests to engines go over. Their number is bounded by that of clients."""
-        table, files = self._config.gateway, gateway_engine_tls(self._config)
-        tls: ssl.SSLContext | bool = True if files is None else client_context(files)
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=tls, ttl_dns_cache=10),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=table.connect_timeout_s),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ttl_dns_cache=10),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._config.gateway.connect_timeout_s),
             read_bufsize=_READ_AHEAD_BYTES,
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),

@@ -85,6 +85,13 @@ def _disk(config: Config) -> Iterable[Finding]:
         int(table.disk_reserve_bytes),
         "pool_service.disk_reserve_bytes",
     )
+    if table.disk_bytes < table.memory_bytes:
+        yield Finding(
+            Severity.WARNING,
+            "pool_service.disk_bytes",
+            f"{size_words(int(table.disk_bytes))}, and memory_bytes is {size_words(int(table.memory_bytes))}: the disk "
+            "has little that memory has not; make it several times as large",
+        )
 
 
 def _guarantees(config: Config) -> Iterable[Finding]:

@@ -30,6 +30,7 @@ from kvtier_pool.operator_server import OperatorServer
 from kvtier_pool.operator_verbs import OperatorVerbs
 from kvtier_pool.service import PoolService
 
+_SLOW_START_S = 5.0
 _LOOK_S = 1.0
 """Seconds between two looks whether the configuration's files have changed, or tokens have expired."""
 _GC_THRESHOLDS = (50_000, 20, 1_000)
@@ -107,7 +108,6 @@ def serve(
     given = {name: value for name, value in flags.items() if value is not None}
     merged = with_log_options(configured(config, given, tenant or []), log_level, log_format)
     set_up_logs(merged.log.level, merged.log.format)
-    log_warnings(_log, setting_findings(merged))
     with exporting_spans(merged, "kvtier-pool"):
         run(merged, lambda: configured(config, given, tenant or []))
 
@@ -118,6 +118,10 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     :param read_again: the configuration as it is now: its tenants, operators and observers are taken from it again on
         SIGHUP, and when a file of it changes. The rest of it, and what is wrong with it, changes nothing.
     """
+    slow = threading.Timer(_SLOW_START_S, _tell_of_slow_start, [config])
+    slow.daemon = True
+    slow.start()
+    log_warnings(_log, setting_findings(config))
     make_process_private()  # engines of all tenants may run as this user
     keep_freed_memory()
     leave_out_creation_times()
@@ -127,6 +131,7 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     service = PoolService(config)
     reloader = Reloader(service, config, read_again)  # looks at the files before a start that may take long
     addresses = service.start()
+    slow.cancel()
     ending = threading.Event()
     operators = OperatorServer(OperatorVerbs(service, reloader, ending.is_set).verbs())
     operators.start()
@@ -138,6 +143,14 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     service.stop()
     ending.set()
     operators.stop()  # last: the disk of a trace may not answer, and what clients were promised is written by now
+
+
+def _tell_of_slow_start(config: Config) -> None:
+    """Says what a start waits for, as nothing else is heard of it meanwhile."""
+    what = (
+        "takes its memory" if config.pool_service.disk_dir is None else "reads its disk tier, or that does not answer"
+    )
+    _log.warning("the pool is not ready after %g s: it %s", _SLOW_START_S, what)
 
 
 def _noted_signals() -> set[int]:

@@ -14,10 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from cache_pool import WAIT_S, until
 from certificates import Authority
-from gateway_rig import KEYS, PlayedEngine, gateway_file, running_gateway
+from gateway_rig import KEYS, PlayedEngine, PlayedRequest, gateway_file, running_gateway
 from kvtier.config.gateway import GatewayConfig
 from kvtier_gateway.engines.fleet import Fleet
 from kvtier_gateway.engines.gauges import described
+from kvtier_gateway.engines.session import EngineSession
 from kvtier_gateway.metrics import GatewayMetrics
 
 
@@ -44,7 +45,7 @@ def test_every_address_of_a_name_is_an_engine(monkeypatch: pytest.MonkeyPatch) -
             {"engines": [named], "probe_interval_s": 0.05, "resolve_interval_s": 0.05}
         )
         async with aiohttp.ClientSession() as session:
-            fleet = Fleet(session, config, GatewayMetrics(CollectorRegistry()))
+            fleet = Fleet(EngineSession(session), config, GatewayMetrics(CollectorRegistry()))
 
             async def until_named(*expected: str) -> None:
                 async with asyncio.timeout(WAIT_S):
@@ -91,7 +92,7 @@ def test_an_engine_that_was_never_up_is_in_the_log_once_with_the_reason(caplog: 
 
         async def look() -> dict[str, Any]:
             async with aiohttp.ClientSession() as session:
-                fleet = Fleet(session, config, GatewayMetrics(CollectorRegistry()))
+                fleet = Fleet(EngineSession(session), config, GatewayMetrics(CollectorRegistry()))
                 await fleet.start()
                 async with asyncio.timeout(WAIT_S):
                     while any(engine.num_failures < 5 for engine in fleet.engines):
@@ -112,7 +113,7 @@ def test_a_name_that_no_dns_could_have_does_not_end_looking_for_engines(monkeypa
     async def look(engine: PlayedEngine) -> None:
         async with aiohttp.ClientSession() as session:
             config = GatewayConfig.model_validate({"engines": ["dns+http://a..b:80"]})
-            fleet = Fleet(session, config, GatewayMetrics(CollectorRegistry()))
+            fleet = Fleet(EngineSession(session), config, GatewayMetrics(CollectorRegistry()))
             await fleet.start()
             fleet.set(config.model_copy(update={"engines": [*config.engines, *_engines(engine.url)]}))
             async with asyncio.timeout(WAIT_S):
@@ -122,6 +123,36 @@ def test_a_name_that_no_dns_could_have_does_not_end_looking_for_engines(monkeypa
 
     with PlayedEngine() as engine:
         asyncio.run(look(engine))
+
+
+def test_a_gateway_takes_new_cas_of_its_engines_and_says_why_one_is_down_by_now(tmp_path: Path) -> None:
+    old, new, unknown = (Authority(tmp_path, name) for name in ("old", "new", "unknown"))
+    cas, serving = tmp_path / "cas.pem", ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+
+    def certify(authority: Authority) -> None:
+        pair = authority.issue("server", "127.0.0.1")
+        serving.load_cert_chain(pair.certificate, pair.key)
+
+    certify(old)
+    cas.write_bytes(old.certificate.read_bytes())
+    with PlayedEngine() as engine:
+        # Each request has a connection of its own, so that each meets the certificate of its time.
+        engine.RequestHandlerClass = type("Closing", (PlayedRequest,), {"protocol_version": "HTTP/1.0"})
+        engine.socket = serving.wrap_socket(engine.socket, server_side=True)
+        engine.url = engine.url.replace("http:", "https:")
+        settings = f'engine_tls_ca = "{cas}"\n'
+        config = gateway_file(tmp_path / "gateway.toml", [json.dumps(engine.url)], settings)
+        with running_gateway(config) as gateway:
+            gateway.until_up(engine.url)
+            cas.write_bytes(old.certificate.read_bytes() + new.certificate.read_bytes())
+            certify(new)
+            gateway.says("renewed certificates are in use: ")
+            until(lambda: gateway.ask("alice", prompt="x").status_code == 200, "the new CA counts")
+            certify(unknown)
+            gateway.says(f"engine {engine.url} is down: ")
+            engine.socket.close()
+            gateway.says(f"engine {engine.url} is still down, for another reason: ")
+            assert "CERTIFICATE_VERIFY_FAILED" in gateway.log
 
 
 def test_certificates_are_renewed_under_a_gateway_that_runs(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """A pool whose disk hangs: memory serves on, /healthz tells, a stop keeps to its time, and the disk comes back."""
 
 import contextlib
+import subprocess
+import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -51,3 +54,32 @@ def _serve_while_it_hangs(disk: HangingDisk) -> None:
         began = time.monotonic()
     assert time.monotonic() - began < WAIT_S
     disk.answer()
+
+
+_SOON = "import kvtier.cli.main, kvtier_pool.cli as cli; cli._SLOW_START_S = 0.2; kvtier.cli.main.main()"
+
+
+def test_a_pool_that_starts_on_a_disk_that_hangs_says_what_it_waits_for(tmp_path: Path) -> None:
+    listening = "".join(f'{name} = "127.0.0.1:0"\n' for name in ("listen", "grpc_listen", "http_listen"))
+    sizes = 'memory_bytes = "16MiB"\ndisk_bytes = "64MiB"\n'
+    with hanging_disk(tmp_path) as disk:
+        (disk.folder / "tier").mkdir()
+        (config := tmp_path / "pool.toml").write_text(
+            f'[pool_service]\n{listening}{sizes}disk_dir = "{disk.folder}/tier"\n'
+            f'[tenants.red]\ntoken_sha256 = ["{"ab" * 32}"]\n'
+        )
+        disk.hang()
+        command = [sys.executable, "-c", _SOON, "pool", "serve", "--config", str(config)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pool:
+            given_up = threading.Timer(WAIT_S, pool.kill)
+            given_up.start()
+            assert pool.stdout is not None
+            assert any(
+                "not ready after 0.2 s: it reads its disk tier, or that does not" in line for line in pool.stdout
+            )
+            disk.answer()
+            assert any(line.startswith("ready ") for line in pool.stdout)
+            given_up.cancel()
+            pool.terminate()
+            pool.communicate(timeout=WAIT_S)
+    assert pool.returncode == 0

@@ -104,6 +104,15 @@ def test_residency_counts_while_the_disk_takes_nothing(tmp_path: Path, monkeypat
         until(lambda: set(stored(range(200, 240))) == {WriteStatus.STORED})
 
 
+def test_residency_counts_above_a_disk_that_is_smaller_than_memory(tmp_path: Path) -> None:
+    with core_rig(tmp_path, memory_bytes=65 * MIB, queue_bytes=64 * MIB, min_residency_s=3600.0) as rig:
+        payload_bytes = 2 * MIB
+        statuses = [rig.store(label, nbytes=payload_bytes) for label in range(80)]
+        kept = [label for label, status in enumerate(statuses) if status is WriteStatus.STORED]
+        assert statuses.count(WriteStatus.FULL) + len(kept) == 80 > len(kept)
+        assert rig.core.lookup(keys(kept)) == [Status.HIT] * len(kept)
+
+
 def test_a_tenant_at_its_cap_of_the_disk_costs_nobody_else_what_is_acknowledged(tmp_path: Path) -> None:
     files = GatedFiles()
     with core_rig(tmp_path / "disk", queue_bytes=4 * BLOCK_BYTES, files=files) as rig:

@@ -227,6 +227,11 @@ class DiskTier:
             self._parts.events.flush()
             return num_there
 
+    @property
+    def most_bytes(self) -> int:
+        """Bytes that all files may take, by the capacity and by what the file system last had. Takes no lock."""
+        return self._parts.space.most_bytes
+
     def usage(self) -> Usage:
         """Returns how full the tier is; bytes are disk space of all files, preallocated room included.
 

@@ -1,13 +1,17 @@
 """One engine: whether it may get requests, which ones it has, and what it says of its load."""
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.config.gateway import GatewayEngineConfig
 from kvtier.identity.keys import NamespaceId
+from kvtier.system.quiet_log import QuietLog
 from kvtier_gateway.engines.prices import LearnedPrices
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class Engine:
     """Whether the log has it that no request goes there, as `is_fenced` says."""
     key_form: KeyForm | None = None
     """How it makes keys; None before it has said so, and of engines without kvtier."""
+    log: QuietLog = field(default_factory=lambda: QuietLog(_log))
+    """Takes lines that may come with every look."""
     prices: LearnedPrices = field(default_factory=LearnedPrices)
     attempts: set[Attempt] = field(default_factory=set)
     """The requests that it has from this gateway."""

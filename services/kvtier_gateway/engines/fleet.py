@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from kvtier.config.gateway import DNS_PREFIX, GatewayConfig, GatewayEngineConfig
 from kvtier_gateway.engines.engine import Engine
 from kvtier_gateway.engines.page import is_vllm, key_form_in, loads_in, takes_tenants
+from kvtier_gateway.engines.session import EngineSession
 from kvtier_gateway.metrics import GatewayMetrics
 
 _MOST_PAGE_BYTES = 16 << 20
@@ -37,11 +38,11 @@ class _Named:
 class Fleet:
     """Keeps the list of engines true. Event loop only."""
 
-    def __init__(self, session: aiohttp.ClientSession, config: GatewayConfig, metrics: GatewayMetrics) -> None:
+    def __init__(self, session: EngineSession, config: GatewayConfig, metrics: GatewayMetrics) -> None:
         """
         Looks at nothing yet: see `start`.
 
-        :param session: stays the caller's; has no deadline of its own.
+        :param session: stays the caller's.
         """
         self._session, self._config, self._metrics = session, config, metrics
         self.engines: list[Engine] = []
@@ -185,10 +186,12 @@ class Fleet:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             refuses = isinstance(error, aiohttp.ClientConnectorError)
             reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
-            is_new = engine.problem is None and not (engine.is_up or engine.was_down)
+            was_down, before = not engine.is_up, engine.problem
             engine.problem = reason
-            if engine.mark_failed(1 if refuses else self._config.probe_failures) or is_new:
+            if engine.mark_failed(1 if refuses else self._config.probe_failures) or (was_down and before is None):
                 _log.warning("engine %s is down: %s; it gets no requests until it answers", engine.url, reason)
+            elif was_down and before != reason:
+                engine.log.warning(f"engine {engine.url} is still down, for another reason: {reason}")
         except Exception:
             _log.exception("engine %s could not be looked at", engine.url)
         else:
@@ -201,7 +204,7 @@ class Fleet:
             _tell_fence(engine)
 
     async def _get(self, engine: Engine, path: str) -> bytes:
-        async with self._session.get(engine.url + path, server_hostname=engine.server_name) as response:
+        async with await self._session.get(engine, path) as response:
             if response.status != 200:
                 raise ValueError(f"{path} answers {response.status}")
             page = bytearray()
