@@ -1,6 +1,7 @@
 """The whole configuration, and the secrets that it names."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pydantic import (
     ByteSize,
@@ -62,6 +63,12 @@ class Config(Section):
     def references(self) -> References:
         """What it refers to outside itself, and how what is wrong with it is told."""
         return self._references
+
+    def with_options(self, table: str, section: Section, names: Iterable[str]) -> "Config":
+        """Returns a copy with another table, some of whose keys options of a command line have set: errors say so."""
+        copy = self.model_copy(update={table: section})
+        copy._references = replace(self._references, options=frozenset(f"{table}.{name}" for name in names))
+        return copy
 
     def engine_tenants(self) -> list[str]:
         """The tenants that this engine serves: its own one first, if it has one, then those that a gateway may name,

@@ -173,6 +173,8 @@ def _explain(references: References, data: Mapping[str, Any], error: Any) -> str
     source = references.source if variable is None else f"environment variable {variable}"
     if error["type"] == "extra_forbidden":
         return f"{source}: {key}: unknown key{nearest(location[-1], _fields_beside(location))}"
+    if error["type"] in ("model_type", "dict_type"):
+        return f"{source}: {key}: a table, and no value: set its keys (kvtier config keys)"
     message = error["msg"].removeprefix("Value error, ")  # pydantic's, before words of ours
     remedy = "; use a number of bytes, or a size such as 4GiB" if error["type"].startswith("byte_size") else ""
     return f"{source}: {key}: {message}{remedy}"

@@ -20,6 +20,8 @@ class References:
     """The variables that `env:NAME` refers to, and those that have set keys."""
     file: Path | None = None
     """The file that the configuration was loaded from."""
+    options: frozenset[str] = frozenset()
+    """Keys that options of the command line have set."""
     _read: dict[str, str] = field(default_factory=dict)
     """Secrets that have been read, by reference: a file is read once, for it may be a pipe."""
 
@@ -58,7 +60,9 @@ class References:
         return [*([self.file] if self.file is not None else []), *named]
 
     def name_of(self, key: str) -> str:
-        """What errors call a key: behind the variable that has set it, or else the file."""
+        """What errors call a key: behind the option or the variable that has set it, or else the file."""
+        if key in self.options:
+            return f"command line: {key}"
         variable = OVERRIDE_PREFIX + key.partition("[")[0].upper().replace(".", "__")
         source = f"environment variable {variable}" if variable in self.environ else self.source
         return f"{source}: {key}"

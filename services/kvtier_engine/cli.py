@@ -167,4 +167,4 @@ def _with_options(config: Config, model: Path | None, host: str | None, port: in
         known_host, _, known_port = config.engine.listen.rpartition(":")
         new_host = known_host if host is None else f"[{host.strip('[]')}]" if ":" in host else host
         changes["listen"] = f"{new_host}:{known_port if port is None else port}"
-    return config.model_copy(update={"engine": config.engine.model_copy(update=changes)})
+    return config.with_options("engine", config.engine.model_copy(update=changes), changes)

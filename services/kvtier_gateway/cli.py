@@ -49,7 +49,7 @@ def serve(
     def configured() -> Config:
         loaded = load_config(config)
         table = type(loaded.gateway).model_validate(loaded.gateway.model_dump(exclude_unset=True) | given)
-        return loaded.model_copy(update={"gateway": table})
+        return loaded.with_options("gateway", table, given)
 
     merged = with_log_options(configured(), log_level, log_format)
     set_up_logs(merged.log.level, merged.log.format)

@@ -202,11 +202,11 @@ def configured(file: Path | None, flags: dict[str, Any], tenants: list[str]) -> 
     merged = parse_config(
         {"pool_service": table, "tenants": _tenant_tables(tenants)}, source="command line", environ={}
     )
+    made = base.with_options("pool_service", merged.pool_service, given)
     if not tenants:
-        return base.model_copy(update={"pool_service": merged.pool_service})
+        return made
     accepted_tokens(merged)  # what is wrong with them is said of the command line, not of the file
-    replaced = ("pool_service", "tenants", "operators", "observers")
-    return base.model_copy(update={name: getattr(merged, name) for name in replaced})
+    return made.model_copy(update={name: getattr(merged, name) for name in ("tenants", "operators", "observers")})
 
 
 def _tenant_tables(tenants: list[str]) -> dict[str, dict[str, list[str]]]:

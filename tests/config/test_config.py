@@ -64,6 +64,8 @@ def test_environment_overrides(path: Path) -> None:
     [
         ("[pool]\nadress = 'x'", ["pool.adress", "unknown key", "did you mean 'address'"]),
         ("[pol]\naddress = 'x'", ["pol", "unknown key", "'pool'"]),
+        ("pool = 3", ["pool", "a table, and no value", "kvtier config keys"]),
+        ("[tenants]\na = 3", ["tenants.a", "a table, and no value"]),
         ("[tenants.red]\nsekret = 'x'", ["tenants.red.sekret", "did you mean 'secret'"]),
         (
             "[tenants.red.memory]\nguarantee_bytes = 1",

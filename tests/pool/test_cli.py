@@ -10,6 +10,7 @@ from kvtier.config.tls_files import pool_service_tls
 from kvtier.errors import ConfigError
 from kvtier_pool.cli import configured
 from kvtier_pool.limits import PoolLimits
+from kvtier_pool.startable import require_redis_address
 
 RED, BLUE = token_sha256("red-token"), token_sha256("blue-token")
 
@@ -75,6 +76,11 @@ def test_what_is_wrong_with_options_is_said_of_them(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         configured(path, flags, tenants)
+
+
+def test_what_is_found_later_to_be_wrong_with_options_is_said_of_them_too(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^command line: pool_service\.redis_url: .*http"):
+        require_redis_address(configured(path, {"redis_url": "http://x"}, []))
 
 
 def test_streams_of_events_leave_threads_to_calls() -> None:
