@@ -50,7 +50,7 @@ def bench_branches(
     answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = 3,
     beside_vllm: Annotated[
-        bool, typer.Option("--vllm", help="And with vLLM, from the environment .venv/vllm.")
+        bool, typer.Option("--vllm", help="And with vLLM: .venv/vllm/bin/kvtier runs that.")
     ] = False,
     json: Json = False,
 ) -> None:

@@ -41,7 +41,7 @@ def bench_scheduling(
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = NUM_ROUNDS,
     only: Annotated[list[str] | None, typer.Option(help="Only workloads with this in their name.")] = None,
     beside_vllm: Annotated[
-        bool, typer.Option("--vllm", help="And with vLLM, from the environment .venv/vllm.")
+        bool, typer.Option("--vllm", help="And with vLLM: .venv/vllm/bin/kvtier runs that.")
     ] = False,
     json: Json = False,
 ) -> None:
