@@ -15,7 +15,8 @@ def give_back_freed_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Call once, before the first large allocation, in the main program of a service; never in a library.
+    """Call once, before the first thread and the first large allocation, in the main program of a service; never in a
+    library.
 
     gRPC allocates a message per MiB and a forward pass its activations, and both free them again. glibc
     would map and unmap each, and copying into fresh pages is several times slower than into warm ones:

@@ -118,12 +118,12 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     :param read_again: the configuration as it is now: its tenants, operators and observers are taken from it again on
         SIGHUP, and when a file of it changes. The rest of it, and what is wrong with it, changes nothing.
     """
+    make_process_private()  # engines of all tenants may run as this user
+    keep_freed_memory()  # before the first thread, which would have an arena of its own
     slow = threading.Timer(_SLOW_START_S, _tell_of_slow_start, [config])
     slow.daemon = True
     slow.start()
     log_warnings(_log, setting_findings(config))
-    make_process_private()  # engines of all tenants may run as this user
-    keep_freed_memory()
     leave_out_creation_times()
     gc.set_threshold(*_GC_THRESHOLDS)
     came = _noted_signals()

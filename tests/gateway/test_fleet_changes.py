@@ -150,9 +150,10 @@ def test_a_gateway_takes_new_cas_of_its_engines_and_says_why_one_is_down_by_now(
             until(lambda: gateway.ask("alice", prompt="x").status_code == 200, "the new CA counts")
             certify(unknown)
             gateway.says(f"engine {engine.url} is down: ")
+            gateway.says("CERTIFICATE_VERIFY_FAILED")
             engine.socket.close()
             gateway.says(f"engine {engine.url} is still down, for another reason: ")
-            assert "CERTIFICATE_VERIFY_FAILED" in gateway.log
+            assert "<ssl" not in gateway.log
 
 
 def test_certificates_are_renewed_under_a_gateway_that_runs(tmp_path: Path) -> None:

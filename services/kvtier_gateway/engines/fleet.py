@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ _MOST_PAGE_BYTES = 16 << 20
 """What is read of one answer to a look."""
 _MODELS_EVERY = 30
 """Looks between two questions for an engine's models, beside the one when it comes up."""
+_OF_TLS = re.compile(r" ssl:(<[^>]*>|\w+)")
+"""What aiohttp's errors show of a context of TLS, which is no news and another one after a renewal."""
 _OF_A_MODEL = ("id", "object", "created", "owned_by", "max_model_len")
 """What clients see of a model: neither paths nor what an engine's operator has named besides."""
 _log = logging.getLogger(__name__)
@@ -185,7 +188,7 @@ class Fleet:
                     engine.models, engine.adapters = _models_in(listed), _adapters_in(listed)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             refuses = isinstance(error, aiohttp.ClientConnectorError)
-            reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+            reason = "no answer in time" if isinstance(error, TimeoutError) else _OF_TLS.sub("", str(error))
             was_down, before = not engine.is_up, engine.problem
             engine.problem = reason
             if engine.mark_failed(1 if refuses else self._config.probe_failures) or (was_down and before is None):
