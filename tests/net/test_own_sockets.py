@@ -2,13 +2,10 @@
 
 import os
 import socket
-import sys
 
 import pytest
 
 from kvtier.net.own_sockets import OwnSocket, OwnSockets
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 
 
 def test_a_connection_is_found_and_ended_and_no_other_one() -> None:
