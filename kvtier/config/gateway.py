@@ -98,7 +98,8 @@ class GatewayConfig(Section):
     """`env:NAME` or `file:PATH` of the bearer token that engines want (`--api-key` in vLLM). Without: none is sent.
     Clients' own keys never get to engines."""
     engine_tls_ca: Path | None = None
-    """CAs, in PEM, of the certificates of engines with https. Without: those of the system."""
+    """CAs, in PEM, of the certificates of engines with https, read again when the file changes. Without: those of the
+    system."""
     strategy: Literal[
         "round_robin", "least_loaded", "session", "chwbl", "hash_trie", "simhash", "radix", "epp", "precise", "dynamo",
         "priced",

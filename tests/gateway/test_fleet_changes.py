@@ -1,6 +1,7 @@
 """Engines of one DNS name that come and go, and certificates that are renewed."""
 
 import asyncio
+import itertools
 import json
 import socket
 import ssl
@@ -15,7 +16,9 @@ from prometheus_client import CollectorRegistry
 from cache_pool import WAIT_S, until
 from certificates import Authority
 from gateway_rig import KEYS, PlayedEngine, PlayedRequest, gateway_file, running_gateway
-from kvtier.config.gateway import GatewayConfig
+from kvtier.config.gateway import GatewayConfig, GatewayEngineConfig
+from kvtier.net.certificates import TlsFiles
+from kvtier_gateway.engines.engine import Engine
 from kvtier_gateway.engines.fleet import Fleet
 from kvtier_gateway.engines.gauges import described
 from kvtier_gateway.engines.session import EngineSession
@@ -154,6 +157,32 @@ def test_a_gateway_takes_new_cas_of_its_engines_and_says_why_one_is_down_by_now(
             engine.socket.close()
             gateway.says(f"engine {engine.url} is still down, for another reason: ")
             assert "<ssl" not in gateway.log
+
+
+def test_a_look_at_cas_that_hangs_holds_up_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cas, hangs, answers_again = Authority(tmp_path).certificate, threading.Event(), threading.Event()
+    looks = itertools.count()
+
+    def look(path: Path) -> None:
+        if next(looks):
+            hangs.set()
+            answers_again.wait(WAIT_S)
+
+    monkeypatch.setattr("kvtier.net.certificates._stamp", look)
+
+    async def ask(engine: PlayedEngine) -> None:
+        async with aiohttp.ClientSession() as over:
+            session = EngineSession(over, TlsFiles(ca=cas), look_s=0.01)
+            try:
+                until(hangs.is_set, "the file system hangs")
+                async with await session.get(Engine(engine.url, GatewayEngineConfig(url=engine.url)), "/health") as got:
+                    assert got.status == 200
+            finally:
+                session.close()
+                answers_again.set()
+
+    with PlayedEngine() as engine:
+        asyncio.run(ask(engine))
 
 
 def test_certificates_are_renewed_under_a_gateway_that_runs(tmp_path: Path) -> None:
