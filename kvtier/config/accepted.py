@@ -62,6 +62,8 @@ def accepted_certificates(config: Config) -> dict[str, str]:
             key, error = f"tenants.{tenant_name}.certificate_names", config.references.error_about
             if config.pool_service.tls_client_ca is None:
                 raise error(key, "nobody verifies certificates without pool_service.tls_client_ca; set it")
+            if "*" in name:
+                raise error(key, f"{name!r} matches no certificate: names are compared whole; give each of them")
             if accepted.setdefault(name, tenant_name) != tenant_name:
                 raise error(key, f"{name!r} is also of tenant {accepted[name]!r}: tenants must differ")
     return accepted

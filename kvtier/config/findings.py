@@ -3,13 +3,15 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 
 from kvtier.config.config import Config
+from kvtier.config.credentials import TokenConfig
 from kvtier.config.reference import texts_of
 from kvtier.errors import ConfigError
 from kvtier.system.memory import available_bytes, total_bytes
@@ -59,6 +61,18 @@ def errors_of(*attempts: Callable[[], object]) -> Iterable[Finding]:
             attempt()
         except ConfigError as error:
             yield Finding(Severity.ERROR, "", str(error))
+
+
+def ended_tokens(key: str, tokens: Sequence[TokenConfig]) -> Iterable[Finding]:
+    """Yields a warning where tokens are given and none of them is accepted any more."""
+    ends = [token.expires_at for token in tokens if token.expires_at is not None]
+    if ends and len(ends) == len(tokens) and max(ends) <= datetime.now(UTC):
+        yield Finding(
+            Severity.WARNING,
+            key,
+            f"none holds any more, since {max(ends):%Y-%m-%d %H:%M %Z}: whoever has one is refused; add a newer one",
+            defeats=True,
+        )
 
 
 def without_effect(config: Config, table: str, names: Iterable[str], needed: str) -> Iterable[Finding]:

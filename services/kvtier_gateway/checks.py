@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from kvtier.config import Config
 from kvtier.config.certificate_findings import ending_certificates
-from kvtier.config.findings import Finding, Severity, errors_of
+from kvtier.config.findings import Finding, Severity, ended_tokens, errors_of
 from kvtier.system.open_files import reachable_open_files
 from kvtier_gateway.protection import OPEN_FILES_BESIDES, OPEN_FILES_PER_CONNECTION, most_connections, start_attempts
 
@@ -36,6 +36,7 @@ def setting_findings(config: Config) -> Iterable[Finding]:
         yield Finding(Severity.WARNING, "gateway.engines", f"{url} is there more than once; the first one counts")
     served = {name for engine in table.engines for name in engine.tenants or config.tenants}
     for name, key in config.api_keys.items():
+        yield from ended_tokens(f"api_keys.{name}.key_sha256", key.key_sha256)
         if key.tenant not in served:
             yield Finding(
                 Severity.WARNING,

@@ -13,6 +13,7 @@ from kvtier.net.address import is_loopback
 from kvtier.net.certificates import client_context
 from kvtier.net.tls import client_tls, server_tls
 from kvtier.system.open_files import reachable_open_files
+from kvtier_gateway.http.parameters import OWN
 
 OPEN_FILES_PER_CONNECTION, OPEN_FILES_BESIDES = 2, 64
 
@@ -25,6 +26,7 @@ def start_attempts(config: Config) -> list[Callable[[], object]]:
     attempts: list[Callable[[], object]] = [
         partial(require_protected, config),
         partial(require_usable, config),
+        partial(_require_passable, config),
         partial(require_addresses_apart, config, named),
         lambda: server_tls(gateway_tls(config)),
     ]
@@ -40,6 +42,15 @@ def start_attempts(config: Config) -> list[Callable[[], object]]:
         attempts.append(lambda: client_tls(pool_tls(config), config.pool.tls_server_name))
         attempts += [partial(config.pool_token, name) for name in with_token]
     return attempts
+
+
+def _require_passable(config: Config) -> None:
+    own = sorted(OWN.intersection(config.gateway.pass_parameters))
+    if own:
+        raise config.references.error_about(
+            "gateway.pass_parameters",
+            f"{', '.join(own)}: clients may not set what names a tenant, cache, server, file or code; leave it out",
+        )
 
 
 def _require_tokenizer(config: Config) -> None:

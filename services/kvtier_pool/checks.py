@@ -9,6 +9,7 @@ from kvtier.config.certificate_findings import ending_certificates
 from kvtier.config.findings import (
     Finding,
     Severity,
+    ended_tokens,
     errors_of,
     fields_of,
     room_in_memory,
@@ -57,6 +58,9 @@ def setting_findings(config: Config) -> Iterable[Finding]:
     yield from _guarantees(config)
     if config.pool_service.redis_url is None:
         yield from without_effect(config, "pool_service", fields_of(config, "pool_service", "redis_"), "redis_url")
+    for name, tenant in config.tenants.items():
+        if not tenant.certificate_names:
+            yield from ended_tokens(f"tenants.{name}.token_sha256", tenant.token_sha256)
     yield from _connections(config)
     yield from ending_certificates(config, "pool_service", ("tls_certificate", "tls_client_ca"))
     yield from _disk(config)  # last: a disk may hang

@@ -154,6 +154,21 @@ def test_a_commented_line_of_a_file_to_begin_with_can_be_taken_in(tmp_path: Path
             "error",
             ["gateway.engine_token", "NOPE"],
         ),
+        (
+            GATEWAY.replace("[gateway]", "[gateway]\npass_parameters = ['lora_path', 'x']"),
+            "error",
+            ["gateway.pass_parameters", "lora_path: clients may not set", "leave it out"],
+        ),
+        (
+            GATEWAY.replace(f"'{'cd' * 32}'", f"{{sha256 = '{'cd' * 32}', expires_at = 2020-01-01T00:00:00Z}}"),
+            "warning",
+            ["api_keys.", "none holds any more, since 2020-01-01 00:00 UTC", "add a newer one"],
+        ),
+        (
+            POOL.replace(f"'{'ab' * 32}'", f"{{sha256 = '{'ab' * 32}', expires_at = 2020-01-01T00:00:00Z}}"),
+            "warning",
+            ["tenants.a.token_sha256", "none holds any more"],
+        ),
         (f"{GATEWAY}secret = 'env:NOPE'", "error", ["tenants.a.secret", "NOPE is missing"]),
         ("", "warning", ["no key is set"]),
     ],

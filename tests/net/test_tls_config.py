@@ -92,6 +92,11 @@ def test_no_engine_sends_its_token_over_a_network_in_the_clear(address: str) -> 
             {"certificate_names": ["a.example"]},
             "red.certificate_names: .* without pool_service.tls_client_ca",
         ),
+        (
+            {"tls_certificate": "p.pem", "tls_key": "p.key", "tls_client_ca": "ca.pem"},
+            {"certificate_names": ["*.example"]},
+            r"red.certificate_names: '\*\.example' matches no certificate",
+        ),
     ],
 )
 def test_a_pool_s_half_of_a_configuration(
