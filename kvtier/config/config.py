@@ -207,9 +207,9 @@ class Config(Section):
         return self.references.secret(key, tenant.token)
 
     def redis_password(self) -> str | None:
-        """The password of the pool's Redis; None without one."""
+        """The password of the pool's Redis, of this moment where a file has it; None without one."""
         reference = self.pool_service.redis_password
-        return None if reference is None else self.references.secret("pool_service.redis_password", reference)
+        return None if reference is None else self.references.newest_secret("pool_service.redis_password", reference)
 
     def _chain_secret(self, key: str, reference: str) -> bytes:
         secret = self.references.secret(key, reference).encode()

@@ -122,7 +122,7 @@ class PoolServiceConfig(Section):
     redis_username: str | None = None
     """The user of its ACLs; without, the server's default user."""
     redis_password: str | None = None
-    """`env:NAME` or `file:PATH`, never the password itself."""
+    """`env:NAME` or `file:PATH`, never the password itself. A file is read again for each new connection."""
     redis_ttl_s: Annotated[int, Field(ge=0, le=2**31)] = 86_400
     """A block that nobody uses for so long is forgotten by Redis; 0 leaves that to its `maxmemory-policy`."""
     redis_timeout_s: Annotated[float, Field(gt=0, le=30)] = 1.0

@@ -1,5 +1,6 @@
 """What a configuration names outside itself: secrets in variables and files, and paths beside its own file."""
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,15 @@ class References:
             raise self.error_about(key, remedy)
         self._read[reference] = value
         return value
+
+    def newest_secret(self, key: str, reference: str) -> str:
+        """The secret, read again where `file:PATH` names a file that can be read; else as `secret` has it."""
+        path = self.folder / reference.removeprefix("file:")
+        if reference.startswith("file:") and path.is_file():
+            with contextlib.suppress(OSError, ValueError):
+                if value := path.read_text().strip():
+                    self._read[reference] = value
+        return self.secret(key, reference)
 
     def files(self, references: Iterable[str]) -> list[Path]:
         """The configuration's own file, if it has one, and those that the `file:PATH` among `references` name."""

@@ -99,6 +99,7 @@ def redis_settings(config: Config, seals: StorageSeals) -> "RedisSettings":
     return RedisSettings(
         username=table.redis_username,
         password=config.redis_password(),
+        newest_password=lambda: config.redis_password() or "",
         ttl_s=table.redis_ttl_s,
         codec=Codec.parse(table.redis_codec),
         seals=seals,

@@ -30,8 +30,25 @@ _READ_BYTES = 1 << 20
 """Received from the socket at a time."""
 
 
+class _Login(redis.CredentialProvider):
+    """What each new connection logs in with. Any thread."""
+
+    def __init__(self, username: str | None, settings: RedisSettings) -> None:
+        self._username = username
+        self.password = settings.password
+        """The newest one."""
+        self._newest = settings.newest_password
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """redis-py's."""
+        if self._newest is not None:
+            self.password = self._newest()
+        password = self.password or ""
+        return (password,) if self._username is None else (self._username, password)
+
+
 class RedisClients:
-    """Makes clients for one address. Immutable; any thread; does no I/O but in `cluster`."""
+    """Makes clients for one address. Any thread; does no I/O but in `cluster`."""
 
     def __init__(self, address: RedisAddress, settings: RedisSettings) -> None:
         """
@@ -39,17 +56,17 @@ class RedisClients:
             `call_timeout_s` each wait for a socket, so that no thread hangs on one for ever.
         """
         self._address = address
-        self._password = settings.password
+        self._settings, self._login = settings, _Login(settings.username, settings)
         self._greeting_s = min(settings.connect_timeout_s, settings.call_timeout_s)
         self._options: dict[str, Any] = {
-            "username": settings.username,
-            "password": settings.password,
             "socket_timeout": settings.call_timeout_s,
             "socket_connect_timeout": self._greeting_s,
             "socket_read_size": _READ_BYTES,
             "protocol": 2,
             "redis_connect_func": self._greet,
         }
+        if settings.username or settings.password:
+            self._options["credential_provider"] = self._login
         if not address.seeds[0].path:
             self._options["socket_keepalive"] = True
         if (tls := address.tls) is not None:
@@ -65,8 +82,8 @@ class RedisClients:
             # `default`; one with a password mostly has the servers' password.
             share_s = self._greeting_s / (len(seeds) + 1)
             of_sentinels = options | {"db": 0, "socket_timeout": share_s, "socket_connect_timeout": share_s}
-            if self._password:
-                of_sentinels["username"] = "default"
+            if self._settings.password:
+                of_sentinels["credential_provider"] = _Login("default", self._settings)
             hosts = [(seed.host, seed.port) for seed in seeds]
             client: redis.Redis = _SENTINELS(hosts, sentinel_kwargs=of_sentinels, **options).master_for(service)
             return client
@@ -85,8 +102,8 @@ class RedisClients:
     def translated(self, error: BaseException) -> KvtierError:
         """One of `FAILURES` as the exception that says what to do, its words without the password."""
         text = str(error)
-        if self._password:  # a server that does not know AUTH repeats its arguments in the answer
-            text = text.replace(self._password, "***")
+        for password in filter(None, (self._settings.password, self._login.password)):
+            text = text.replace(password, "***")  # a server that does not know AUTH repeats its arguments
         if isinstance(error, _REFUSED):
             return UnauthenticatedError(f"the Redis refuses: {text}; check username and password and their rights")
         if isinstance(error, InvalidInputError | UnauthenticatedError):

@@ -1,5 +1,6 @@
 """What may be set of a redis tier."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvtier.codec.sealed_form import NO_SEALS, StorageSeals
@@ -18,6 +19,8 @@ class RedisSettings:
     """The name of the user in the server's ACL; None for its default user."""
     password: str | None = field(default=None, repr=False)
     """Never logged nor part of an error. A Sentinel is told it too."""
+    newest_password: Callable[[], str] | None = field(default=None, repr=False)
+    """Returns the password that new connections are made with; any thread. None: always `password`."""
     ttl_s: float = 0.0
     """Seconds that a block lives after its last read or write, to the millisecond; 0 for ever. Makes reads into writes
     of the server's: they go to its replicas and its log, a few bytes each."""

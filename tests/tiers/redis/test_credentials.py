@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.codec.sealed_form import NO_SEALS
+from kvtier.config import parse_config
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
+from kvtier.tiers.redis import RedisTier
+from kvtier_pool.open_tiers import redis_settings
 from redis_rig import (
     KEYS,
     assert_heals,
@@ -47,6 +51,24 @@ def test_the_right_password(tmp_path: Path) -> None:
             tier = connect(server.url, username=username, password=PASSWORD)
             assert_heals(tier)
             tier.close()
+
+
+def test_a_password_that_is_changed_is_read_again(tmp_path: Path) -> None:
+    (file := tmp_path / "password").write_text(PASSWORD)
+    service = {"redis_url": "redis://127.0.0.1:1", "redis_password": "file:password"}
+    config = parse_config({"pool_service": service}, source="x", folder=tmp_path, environ={})
+    settings = redis_settings(config, NO_SEALS)
+    with running_redis(tmp_path, password=PASSWORD) as server:
+        tier = RedisTier(server.url, settings, metrics=Metrics(), breaker=CircuitBreaker(1, 0.05))
+        assert tier.write(items(1)) == [WriteStatus.STORED]
+        for text in ("", "another battery"):  # an emptied file has what it had
+            file.write_text(text)
+            with server.client() as client:
+                if text:
+                    client.config_set("requirepass", text)
+                client.client_kill_filter(_type="normal", skipme=True)
+            assert_heals(tier)
+        tier.close()
 
 
 def test_a_server_that_repeats_the_password_does_not_get_it_into_the_log(
