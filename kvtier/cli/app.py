@@ -38,6 +38,8 @@ _PAGES = {
 _PAGE = "docs/deployment.md"
 """What says more about the commands that are not named above."""
 _BENCH_PAGE = "benchmarks/README.md"
+_OF_GATEWAYS = ("aiohttp", "uvloop")
+"""Packages that `kvtier gateway` needs and `kvtier engine` does not."""
 _OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
 _BENCH_HELP = "Measure, beside a floor or a peer in the same run."
 
@@ -80,9 +82,9 @@ def run() -> None:
         # One of our own modules missing is a bug.
         if error.name is None or error.name.startswith("kvtier"):
             raise
-        _fail(
-            f"this command needs {error.name}, which is not installed: in a checkout of kvtier, pip install '.[engine]'"
-        )
+        extra = "gateway" if error.name in _OF_GATEWAYS else "engine"
+        remedy = f"in a checkout of kvtier, pip install '.[{extra}]'"
+        _fail(f"this command needs {error.name}, which is not installed: {remedy}")
     except OSError as error:
         if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
             raise

@@ -38,7 +38,7 @@ class Address:
                 raise ConfigError(f"address {text!r}: the path must have 1 to {_MAX_PATH_BYTES} bytes")
             return cls(path=path)
         host, colon, port = text.rpartition(":")
-        if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        if not colon or not host or "/" in host or not port.isascii() or not port.isdigit() or int(port) > 65535:
             raise ConfigError(f"address {text!r}: use host:port or unix:/path")
         return cls(host=host.removeprefix("[").removesuffix("]"), port=int(port))
 

@@ -73,6 +73,7 @@ def test_environment_overrides(path: Path) -> None:
         ),
         ("[host]\ncapacity_bytes = 'much'", ["host.capacity_bytes"]),
         ("[pool]\naddress = 'pool'", ["pool.address", "host:port or unix:/path"]),
+        ("[pool]\naddress = 'http://127.0.0.1:7600'", ["pool.address", "host:port or unix:/path"]),
         ("[pool_service]\nlisten = ['pool:http']", ["pool_service.listen.0", "host:port or unix:/path"]),
         ("[pool_service]\nlisten = ['pool:http']", ["pool_service.listen.0: address 'pool:http'"]),
         ("[pool_service]\ngrpc_listen = ['0.0.0.0']", ["pool_service.grpc_listen.0", "host:port or unix:/path"]),

@@ -85,6 +85,18 @@ def test_a_command_that_needs_torch_says_so() -> None:
     assert answer.stderr == f"kvtier: {wanted}\n"
 
 
+def test_a_gateway_without_its_packages_says_so(tmp_path: Path) -> None:
+    key = f"[api_keys.alice]\ntenant = 'a'\nkey_sha256 = ['{'cd' * 32}']\n[tenants.a]\n"
+    (file := tmp_path / "kvtier.toml").write_text(f"[gateway]\nengines = ['http://127.0.0.1:8000']\n{key}")
+    program = (
+        "import sys; sys.modules['uvloop'] = None; import kvtier.cli.main; "
+        f"sys.argv = ['kvtier', 'gateway', 'serve', '--config', '{file}']; kvtier.cli.main.main()"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    wanted = "this command needs uvloop, which is not installed: in a checkout of kvtier, pip install '.[gateway]'"
+    assert (answer.returncode, answer.stderr) == (1, f"kvtier: {wanted}\n")
+
+
 def test_an_engine_without_a_pool_imports_no_grpc() -> None:
     program = "import sys, kvtier.build.engine_cache; sys.exit('grpc' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
