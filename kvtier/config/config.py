@@ -204,7 +204,12 @@ class Config(Section):
             raise self.references.error_about(
                 key, 'missing; the pool at pool.address wants it: set "env:NAME" or "file:PATH"'
             )
-        return self.references.secret(key, tenant.token)
+        token = self.references.secret(key, tenant.token)
+        if tenant.secret is not None and token == self.references.secret(f"tenants.{name}.secret", tenant.secret):
+            raise self.references.error_about(
+                key, "the same as the tenant's secret, which the pool must not know; make another: openssl rand -hex 32"
+            )
+        return token
 
     def redis_password(self) -> str | None:
         """The password of the pool's Redis, of this moment where a file has it; None without one."""

@@ -58,12 +58,23 @@ def setting_findings(config: Config) -> Iterable[Finding]:
     yield from _guarantees(config)
     if config.pool_service.redis_url is None:
         yield from without_effect(config, "pool_service", fields_of(config, "pool_service", "redis_"), "redis_url")
-    for name, tenant in config.tenants.items():
-        if not tenant.certificate_names:
-            yield from ended_tokens(f"tenants.{name}.token_sha256", tenant.token_sha256)
+    yield from _tenants(config)
     yield from _connections(config)
     yield from ending_certificates(config, "pool_service", ("tls_certificate", "tls_client_ca"))
     yield from _disk(config)  # last: a disk may hang
+
+
+def _tenants(config: Config) -> Iterable[Finding]:
+    is_a_pool_s_alone = not config.is_of_an_engine and "gateway" not in config.model_fields_set
+    for name, tenant in config.tenants.items():
+        if not tenant.certificate_names:
+            yield from ended_tokens(f"tenants.{name}.token_sha256", tenant.token_sha256)
+        if is_a_pool_s_alone and (tenant.secret is not None or tenant.previous_secrets):
+            yield Finding(
+                Severity.WARNING,
+                f"tenants.{name}.secret",
+                "is for engines alone: whoever has it and a token can forge the tenant's blocks; leave it out",
+            )
 
 
 def _http(config: Config) -> Iterable[Finding]:

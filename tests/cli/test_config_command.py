@@ -154,6 +154,12 @@ def test_a_commented_line_of_a_file_to_begin_with_can_be_taken_in(tmp_path: Path
             "error",
             ["gateway.engine_token", "NOPE"],
         ),
+        (f"{POOL}[tenants.b]\nsecret = 'env:NOPE'", "warning", ["tenants.b.secret", "is for engines alone"]),
+        (
+            f"{ENGINE.replace('KVTIER_TOKEN', 'KVTIER_SECRET')}[pool]\naddress = '127.0.0.1:7600'",
+            "error",
+            ["tenants.a.token", "the same as the tenant's secret"],
+        ),
         (
             GATEWAY.replace("[gateway]", "[gateway]\npass_parameters = ['lora_path', 'x']"),
             "error",
