@@ -44,10 +44,10 @@ class EngineConfig(Section):
     """Computation and KV. float32 takes twice the memory and flips no near ties."""
     batch_invariant: bool | None = None
     """Whether an answer is the same, bit for bit, whatever is found in the cache, in whichever chunks a prompt is
-    computed, and whatever is computed beside it. Left out: true in bfloat16 on the CPU, where it costs up to 12 % of the
-    speed, and false otherwise. True: in float32 on the CPU, too, where decodes take several times as long; and on CUDA,
-    by kernels that are slower than those of libraries: on an H200, a prefill takes 1.15 times as long, and a decode
-    step 1.4 to 1.9 times. Refused with `lossy_codec`, and for Gemma 2 on the CPU, where it is false.
+    computed, and whatever is computed beside it. Left out: true in bfloat16 on the CPU, where it costs up to 12 % of
+    the speed, and false otherwise. True: in float32 on the CPU, too, where decodes take several times as long; and on
+    CUDA, by kernels that are slower than those of libraries: on an H200, a prefill takes 1.15 times as long, and a
+    decode step 1.4 to 1.9 times. Refused with `lossy_codec`, and for Gemma 2 on the CPU, where it is false.
     Engines for which it is true share only with those whose arithmetic gives the same bits."""
     lossy_codec: Literal["none", "int8_per_head", "fp8_e4m3_per_head"] = "none"
     """The form in which blocks leave the device: half as many bytes in host memory, on disk and in the pool, and half
