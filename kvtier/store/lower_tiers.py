@@ -45,10 +45,11 @@ class LowerTier:
     """Which blocks get there at all; None: all of them. No tier keeps a block that does not, though acknowledged."""
     set_caps: Callable[[Mapping[TenantId, int]], None] | None = None
     """Says how many bytes tenants may have there, all others being without a cap; None: such caps do not exist."""
-
     purge: Callable[[TenantId, float], int] | None = None
     """Removes everything of a tenant until a deadline (monotonic), and says how many values it was; raises
     `UnavailableError` where that could not be done. None: the tier is a disk, which has its own, or cannot."""
+    problem: Callable[[], str | None] | None = None
+    """Says what it does less well than it should. None: the tier is a disk, which has its own, or cannot."""
 
 
 class LowerTiers:
@@ -63,6 +64,7 @@ class LowerTiers:
         self.tiers = [each.tier for each in lower]
         self._set_caps = [each.set_caps for each in lower if each.set_caps is not None]
         self._purges = {each.tier.name: each.purge for each in lower if each.purge is not None}
+        self._problems = [each.problem for each in lower if each.problem is not None]
         self._ways = [
             WriteBehind(memory, tier, metrics, each.settings, _gate_of(each, metrics))
             for tier, each in zip(calls, lower, strict=True)
@@ -124,9 +126,10 @@ class LowerTiers:
         return f"a thread that writes to {gone[0]} is gone" if gone else None
 
     def degraded(self) -> list[str]:
-        """Says which tiers do less than they should because of their media, and why. Blocks are kept without them."""
+        """Says which tiers do less than they should because of their media or servers. Blocks are kept without them."""
         disks = [tier for tier in self.tiers if isinstance(tier, DiskTier)]
-        return [f"{disk.name} is {disk.state.value}: {problem}" for disk in disks if (problem := disk.problem())]
+        of_disks = [f"{disk.name} is {disk.state.value}: {problem}" for disk in disks if (problem := disk.problem())]
+        return of_disks + [said for problem in self._problems if (said := problem())]
 
     def look_up(self, keys: Sequence[StoreKey], statuses: list[Status], *, counts: bool) -> dict[str, int]:
         """Makes a HIT of each of memory's `statuses` that is none and whose key is in a tier here. Returns how many

@@ -56,8 +56,7 @@ def setting_findings(config: Config) -> Iterable[Finding]:
     yield from _http(config)
     yield from _memory(config)
     yield from _guarantees(config)
-    if config.pool_service.redis_url is None:
-        yield from without_effect(config, "pool_service", fields_of(config, "pool_service", "redis_"), "redis_url")
+    yield from _redis(config)
     yield from _tenants(config)
     yield from _connections(config)
     yield from ending_certificates(config, "pool_service", ("tls_certificate", "tls_client_ca"))
@@ -106,6 +105,19 @@ def _disk(config: Config) -> Iterable[Finding]:
             "pool_service.disk_bytes",
             f"{size_words(int(table.disk_bytes))}, and memory_bytes is {size_words(int(table.memory_bytes))}: the disk "
             "has little that memory has not; make it several times as large",
+        )
+
+
+def _redis(config: Config) -> Iterable[Finding]:
+    table, engines_wait_s = config.pool_service, config.cache.lookup_deadline_s
+    if table.redis_url is None:
+        yield from without_effect(config, "pool_service", fields_of(config, "pool_service", "redis_"), "redis_url")
+    elif min(table.redis_lookup_timeout_s, table.redis_timeout_s) >= engines_wait_s:
+        yield Finding(
+            Severity.WARNING,
+            "pool_service.redis_lookup_timeout_s",
+            f"{table.redis_lookup_timeout_s:g} s, and engines wait {engines_wait_s:g} s for a lookup "
+            "(cache.lookup_deadline_s): while the Redis hangs they miss what the pool has itself; make it shorter",
         )
 
 

@@ -66,7 +66,7 @@ def open_lower_tiers(config: Config, seals: StorageSeals, hub: EventHub, metrics
             undo.callback(redis.close)
             settings = _settings(WritePolicy(table.redis_write_policy), table, keeps_acknowledged=False)
             admission = tier_admission("redis_admission", table.redis_admission, None)
-            below.append(LowerTier(redis, settings, admission, redis.set_caps, redis.purge))
+            below.append(LowerTier(redis, settings, admission, redis.set_caps, redis.purge, redis.problem))
             threading.Thread(target=_ask_ahead, args=(redis,), name="kvtier-redis-ahead", daemon=True).start()
         undo.pop_all()
     return below

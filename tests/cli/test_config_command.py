@@ -95,6 +95,11 @@ def test_a_commented_line_of_a_file_to_begin_with_can_be_taken_in(tmp_path: Path
         (f"{ENGINE}[engine]\nmodel = 'nowhere'", "error", ["engine.model", "is not there"]),
         (f"{POOL}listen = ['0.0.0.0:7600']", "error", ["pool_service.listen", "insecure"]),
         (f"{POOL}memory_bytes = '1000TiB'", "warning", ["pool_service.memory_bytes"]),
+        (
+            f"{POOL}redis_url = 'redis://x'\nredis_lookup_timeout_s = 3\nredis_timeout_s = 4",
+            "warning",
+            ["pool_service.redis_lookup_timeout_s", "engines wait 1 s", "make it shorter"],
+        ),
         (f"{POOL}redis_ttl_s = 5", "warning", ["pool_service.redis_ttl_s", "redis_url"]),
         (f"{POOL}disk_dir = 'd'\ndisk_bytes = '900TiB'", "warning", ["pool_service.disk_bytes", "never be had"]),
         (

@@ -17,7 +17,7 @@ from configured_pool import running
 from doctor_rig import PASSWORD, TOKEN, diagnosed, diagnosed_as, engine_file, pool_file, run
 from free_port import free_port
 from pool_rig import connect, items, until
-from redis_rig import running_cluster, running_redis
+from redis_rig import KEYS, running_cluster, running_redis
 from suspending import suspended
 
 AN_OTHER_USER = 1234
@@ -178,6 +178,22 @@ def test_a_redis_with_another_password(tmp_path: Path) -> None:
             found = diagnosed(pool_file(tmp_path, f"{more}{secret}\nredis_timeout_s = 0.3"))
             found.tells("pool_service.redis_url", "Redis at 127.0.0.1")
     diagnosed(pool_file(tmp_path, more + secret)).tells("Connection refused", "start the Redis")
+
+
+def test_a_redis_that_the_running_pool_has_given_up(tmp_path: Path) -> None:
+    """As its health says, as long as nothing has made the pool ask again."""
+    with running_redis(tmp_path) as server:
+        file = pool_file(tmp_path, f"redis_url = '{server.url}'\nhttp_listen = '127.0.0.1:{free_port()}'")
+        with running(file) as pool:
+            server.kill()
+            client = connect(pool.block, token=TOKEN)
+            health = f"http://{pool.http}/healthz"
+            until(lambda: bool(client.lookup(KEYS)) and "redis: a server is left alone" in httpx.get(health).text)
+            found = diagnosed(file)
+            found.tells("pool_service.listen", "a pool answers at http://", "redis: a server is left alone")
+            server.start()
+            until(lambda: bool(client.lookup(KEYS)) and httpx.get(health).text == "ok\n")
+            client.close()
 
 
 def test_a_server_of_a_cluster(tmp_path: Path) -> None:

@@ -133,21 +133,25 @@ def somebody_else(server: RedisServer) -> Iterator[redis.Redis]:
         yield client
 
 
+def cluster_arguments(node_timeout_ms: int = 5000) -> list[str]:
+    """What makes a server a node of a Cluster; the fourth word is the port of its bus."""
+    options = {
+        "enabled": "yes",
+        "port": str(free_port()),
+        "node-timeout": str(node_timeout_ms),
+        "require-full-coverage": "no",
+    }
+    return [word for name, value in options.items() for word in (f"--cluster-{name}", value)]
+
+
 @contextlib.contextmanager
-def running_cluster(folder: Path, num_nodes: int = 3) -> Iterator[list[RedisServer]]:
+def running_cluster(folder: Path, num_nodes: int = 3, node_timeout_ms: int = 5000) -> Iterator[list[RedisServer]]:
     """Primaries only, the hash slots in equal runs."""
     with contextlib.ExitStack() as stack:
         nodes: list[RedisServer] = []
         for i in range(num_nodes):
             (folder / str(i)).mkdir()
-            options = {
-                "enabled": "yes",
-                "port": str(free_port()),
-                "node-timeout": "5000",
-                "require-full-coverage": "no",
-            }
-            arguments = [word for name, value in options.items() for word in (f"--cluster-{name}", value)]
-            nodes.append(stack.enter_context(running_redis(folder / str(i), *arguments)))
+            nodes.append(stack.enter_context(running_redis(folder / str(i), *cluster_arguments(node_timeout_ms))))
         ends = [16384 * i // num_nodes for i in range(num_nodes + 1)]
         for i, node in enumerate(nodes):
             with node.client() as client:

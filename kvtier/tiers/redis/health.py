@@ -21,6 +21,11 @@ class Health:
         metrics.levels.watch_breaker(tier, breaker)
         self._log = log
 
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether the server failed when it was last asked, and is not asked for now."""
+        return self._breaker.is_open
+
     def allows(self, op: str) -> bool:
         """Whether the server may be asked now; counted if not."""
         allowed = self._breaker.allow()

@@ -112,6 +112,15 @@ class RedisTier:
     def name(self) -> str:
         return self._name
 
+    def problem(self) -> str | None:
+        """Says that servers are left alone; None when none is. Never waits, and asks nobody: a server that is well
+        again counts as left alone until there is something to ask it for."""
+        num = self._topology.num_left_alone()
+        if not num:
+            return None
+        servers = "a server is" if num == 1 else f"{num} servers are"
+        return f"{self._name}: {servers} left alone after a failure: blocks there miss, and the log says which and why"
+
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
         """Answers HIT for each key whose block its server has, and MISS for all others and for servers that do not
         answer."""

@@ -57,7 +57,7 @@ class Topology:
         """The latest search for the Cluster's map; None before the first one. Guarded by _lock."""
         self._scouts = ThreadPoolExecutor(1, thread_name_prefix="kvtier-redis-map")
         self._servers: dict[str, Server] = {}
-        """The servers of a Cluster that were needed so far, by host and port. Guarded by _lock."""
+        """The servers of a Cluster that were needed so far and are in its map, by host and port. Guarded by _lock."""
 
     @property
     def is_known(self) -> bool:
@@ -80,6 +80,13 @@ class Topology:
         if self._single is not None:
             return [self._single]
         return [self._server(node) for node in self._known(deadline).get_nodes_by_server_type("primary")]
+
+    def num_left_alone(self) -> int:
+        """How many servers of those that were asked so far are left alone because they failed. Never waits; a Cluster
+        of which no seed answers counts as one."""
+        with self._lock:
+            found = [server.health for server in self._servers.values()]
+        return sum(health.is_left_alone for health in [self.discovery, *found])
 
     def renew(self) -> Future[None]:
         """Has the map found out anew in the background, unless that is under way."""
@@ -134,6 +141,10 @@ class Topology:
         finally:
             with self._lock:
                 self._map = known
+                if known is not None:
+                    # Calls may be under way to a server that left, so it is not closed: it goes with the last of them.
+                    serving = {node.name for node in known.get_nodes_by_server_type("primary")}
+                    self._servers = {name: server for name, server in self._servers.items() if name in serving}
 
     def _server(self, node: ClusterNode) -> Server:
         with self._lock:

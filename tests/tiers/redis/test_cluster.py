@@ -1,6 +1,7 @@
 """A Redis Cluster of real servers: blocks are shared, slots move, and nodes fail."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from redis_rig import (
     MIB,
     RedisServer,
     all_errors,
+    cluster_arguments,
     cluster_is_whole,
     connect,
     errors,
@@ -191,6 +193,38 @@ def test_one_node_of_three_that_fails_costs_its_own_keys_only(tmp_path: Path, ho
             assert errors(metrics, "read", "BreakerOpen") == 3
             assert tier.discard(KEYS) == NUM_BLOCKS - sum(lost)
         tier.close()
+
+
+def test_a_node_whose_replica_has_taken_over_is_left_alone_no_more(tmp_path: Path) -> None:
+    """It is gone from the map, and with it its breaker, which nothing would ever close."""
+    metrics = Metrics()
+    (tmp_path / "replica").mkdir()
+    with (
+        running_cluster(tmp_path, node_timeout_ms=1000) as nodes,
+        running_redis(tmp_path / "replica", *cluster_arguments(1000)) as replica,
+    ):
+        with replica.client() as client:
+            client.execute_command("CLUSTER MEET", "127.0.0.1", nodes[0].port, int(nodes[0].arguments[3]))
+            poll(lambda: all(cluster_is_whole(node, 4) for node in (*nodes, replica)))
+            client.execute_command("CLUSTER REPLICATE", node_id(nodes[0]))
+        tier = connect(cluster_url(*nodes), metrics=metrics, breaker=CircuitBreaker(1, 0.2), call_timeout_s=2.0)
+        assert tier.write(ITEMS) == [WriteStatus.STORED] * NUM_BLOCKS
+        with nodes[0].client() as client:
+            assert client.wait(1, 10_000) == 1, "the replica has all of it"
+        assert tier.problem() is None
+        nodes[0].kill()
+        assert None in read_blocks(tier, KEYS, BLOCK_BYTES)
+        assert "a server is left alone" in str(tier.problem())
+        assert open_breakers(metrics) == 1
+        poll(lambda: read_blocks(tier, KEYS, BLOCK_BYTES) == PAYLOADS)
+        assert tier.problem() is None
+        gc.collect()
+        assert open_breakers(metrics) == 0
+        tier.close()
+
+
+def open_breakers(metrics: Metrics) -> float | None:
+    return metrics.registry.get_sample_value("kvtier_open_breakers", {"tier": "redis"})
 
 
 def serves(client: redis.Redis, key: StoreKey) -> bool:
