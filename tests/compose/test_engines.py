@@ -3,6 +3,7 @@
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,15 @@ services:
     volumes:
       - {}:/etc/kvtier/kvtier.toml:ro
 """
+PATIENT = {"KVTIER__CACHE__LOOKUP_DEADLINE_S": "30", "KVTIER__POOL__CALL_TIMEOUT_S": "30"}
+"""Where other work has the processors, a pool in a container is slow, and nobody misses for that here."""
 PROMPT = {"prompt": "the quick brown fox " * 40, "max_tokens": 1, "temperature": 0}
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Stage:
-    return Stage.prepare(tmp_path, demo_model_path(), "bfloat16")
+    prepared = Stage.prepare(tmp_path, demo_model_path(), "bfloat16")
+    return replace(prepared, environ={**prepared.environ, **PATIENT})
 
 
 @pytest.fixture
