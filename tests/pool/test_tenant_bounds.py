@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import mmap
 import os
 import resource
 import sys
@@ -29,6 +30,7 @@ from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.places import TenantPlaces
 from pool_rig import (
     BLUE,
+    MIB,
     RED,
     TOKENS,
     WAIT_S,
@@ -143,6 +145,50 @@ def test_a_place_may_be_waited_for() -> None:
     assert not waits.is_alive()
     with pytest.raises(LimitExceededError), places.held(RED, wait_s=0.01):
         pass
+
+
+@pytest.mark.parametrize("verb", ["Write", "Lookup"])
+def test_what_one_tenant_sends_over_many_grpc_connections_is_not_gathered(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool reads as much ahead on each connection as its flow control lets in, whatever it does with it then."""
+    message, ends = bytes(2 * MIB), threading.Event()
+    metadata = (("authorization", f"Bearer {TOKENS['red']}"),)
+
+    def messages() -> Iterator[bytes]:
+        while not ends.is_set():
+            yield message
+
+    def upload(channel: grpc.Channel) -> None:
+        call: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(f"{SERVICE}{verb}")
+        while not ends.wait(0.01):
+            with contextlib.suppress(grpc.RpcError):
+                call(messages(), metadata=metadata, timeout=WAIT_S)
+
+    monkeypatch.setenv("KVTIER__POOL_SERVICE__NUM_THREADS", "5")
+    with pool_process() as pool, contextlib.ExitStack() as stack:
+        idle_bytes = resident_bytes(pool)
+        channels = [
+            stack.enter_context(grpc.insecure_channel(pool.grpc, options=[("grpc.use_local_subchannel_pool", 1)]))
+            for _ in range(40)
+        ]
+        threads = [threading.Thread(target=upload, args=(channel,), daemon=True) for channel in channels * 2]
+        for thread in threads:
+            thread.start()
+        most_bytes, ends_s = 0, MONOTONIC() + 3.0
+        while MONOTONIC() < ends_s:
+            most_bytes = max(most_bytes, resident_bytes(pool))
+            ends.wait(0.05)
+        ends.set()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert most_bytes - idle_bytes < 96 * MIB
+        assert is_served(pool.block)
+
+
+def resident_bytes(pool: PoolProcess) -> int:
+    with open(f"/proc/{pool.process.pid}/statm") as statm:
+        return int(statm.read().split()[1]) * mmap.PAGESIZE
 
 
 def test_connections_of_one_tenant_keep_another_one_out_of_nothing() -> None:
