@@ -99,6 +99,11 @@ class TierLevels(Collector):
         with self._lock:
             self._breakers.setdefault(tier, WeakSet()).add(breaker)
 
+    def forget_breaker(self, tier: str, breaker: Breaker) -> None:
+        """Counts it no more, whoever still has it: its neighbour is none any longer."""
+        with self._lock:
+            self._breakers[tier].discard(breaker)
+
     def watch_usage(self, tier: str, ask: Callable[[], Usage]) -> None:
         """Asks for the tier's usage from now on. A `KvtierError` of `ask` leaves the tier out of that scrape."""
         with self._lock:

@@ -4,10 +4,13 @@ import contextlib
 import errno
 import os
 import socket
+import struct
 from pathlib import Path
 from typing import NamedTuple
 
 _DESCRIPTORS = Path("/proc/self/fd")
+_RECEIVED = struct.Struct("128xQ")
+"""What begins `struct tcp_info` of Linux, up to `tcpi_bytes_received`."""
 _MAPPED = "::ffff:"
 """What an IPv4 address begins with on a socket that takes both."""
 Ends = tuple[str, int]
@@ -43,6 +46,15 @@ class OwnSockets:
                     known[key] = self._known[key] if key in self._known else _described(int(name))
         self._known = known
         return {found: descriptor for (descriptor, _), found in known.items() if found is not None}
+
+    def received_bytes(self, connection: OwnSocket, descriptor: int) -> int | None:
+        """How many bytes have come over this connection so far, whoever has read them; None: it is not there any more,
+        or the kernel does not tell. 5 us."""
+        with contextlib.suppress(OSError), _duplicate(descriptor) as found:
+            info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
+            if len(info) == _RECEIVED.size and _ends_of(found) == connection:
+                return int(_RECEIVED.unpack(info)[0])
+        return None
 
     def end(self, connection: OwnSocket, descriptor: int) -> None:
         """Ends this connection if the descriptor is still its own; whoever uses it reads the end."""

@@ -7,9 +7,11 @@ against protobuf itself.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
-from kvtier.errors import InvalidInputError
+from kvtier.errors import InvalidInputError, LimitExceededError
 from kvtier.memory.buffers import ReadableBuffer
 
 MAX_FRAME_PAYLOAD_BYTES = 1 << 20
@@ -74,6 +76,17 @@ def decode_frames(message: ReadableBuffer) -> Iterator[Frame]:
     for tag, _, data in _fields(memoryview(message)):
         if tag == _FRAME_TAG:
             yield _decode_frame(data)
+
+
+def require_few_fields(message: ReadableBuffer, most: int) -> None:
+    """Raises `LimitExceededError` for a message with more fields than that, before anybody makes objects of them. What
+    is no valid protobuf ends where its valid part does."""
+    num_fields = 0
+    with suppress(InvalidInputError):
+        for _ in islice(_fields(memoryview(message)), most + 1):
+            num_fields += 1
+    if num_fields > most:
+        raise LimitExceededError(f"more than {most} groups in one request; put keys of one namespace into one group")
 
 
 def _decode_frame(view: memoryview) -> Frame:

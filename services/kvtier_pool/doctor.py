@@ -1,5 +1,6 @@
 """What `kvtier doctor` looks at for a pool: its disk, its Redis, its certificates, and whether it serves."""
 
+import importlib
 import os
 from collections.abc import Iterable
 from functools import partial
@@ -33,6 +34,8 @@ def pool_looks(config: Config, file: Path | None) -> Iterable[Look]:
         )
         yield Look(settings.key, partial(_folder, settings, file))
     if table.redis_url:
+        # Looks run side by side, and threads that import modules which import each other can stop each other.
+        importlib.import_module("kvtier.tiers.redis.look")
         yield Look("pool_service.redis_url", partial(redis_lines, config))
     yield Look("pool_service.tls_certificate", lambda: _certificates(config))
     yield Look("pool_service.listen", lambda: serving_lines(config, file))

@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from kvtier.net.own_sockets import OwnSocket, OwnSockets
+from pool_rig import until
 
 
 def test_a_connection_is_found_and_ended_and_no_other_one() -> None:
@@ -20,10 +21,14 @@ def test_a_connection_is_found_and_ended_and_no_other_one() -> None:
                 assert found[OwnSocket(here, None)] == listening.fileno()
                 served = OwnSocket(here, client.getsockname())
                 assert found[served] == accepted.fileno()
+                client.sendall(b"not read")
+                until(lambda: sockets.received_bytes(served, accepted.fileno()) == len(b"not read"))
+                assert sockets.received_bytes(served, kept.fileno()) is None
                 sockets.end(served, kept.fileno())  # its descriptor is another connection's by now
                 kept.sendall(b"there")
                 assert other.recv(10) == b"there"
                 sockets.end(served, accepted.fileno())
+                assert accepted.recv(10) == b"not read"
                 assert client.recv(10) == b""
         assert OwnSocket(here, None) in sockets.look()
     assert OwnSocket(here, None) not in sockets.look()

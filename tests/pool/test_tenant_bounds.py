@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import mmap
 import os
 import resource
 import sys
@@ -41,6 +40,7 @@ from pool_rig import (
     items,
     keys,
     pool_process,
+    resident_bytes,
     running_pool,
     until,
 )
@@ -184,11 +184,6 @@ def test_what_one_tenant_sends_over_many_grpc_connections_is_not_gathered(
             thread.join(WAIT_S)
         assert most_bytes - idle_bytes < 96 * MIB
         assert is_served(pool.block)
-
-
-def resident_bytes(pool: PoolProcess) -> int:
-    with open(f"/proc/{pool.process.pid}/statm") as statm:
-        return int(statm.read().split()[1]) * mmap.PAGESIZE
 
 
 def test_connections_of_one_tenant_keep_another_one_out_of_nothing() -> None:

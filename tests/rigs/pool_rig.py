@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import mmap
 import re
 import subprocess
 import sys
@@ -266,6 +267,12 @@ def pool_process(
         yield pool
     finally:
         pool.kill()
+
+
+def resident_bytes(pool: PoolProcess) -> int:
+    """Memory that the process has."""
+    with open(f"/proc/{pool.process.pid}/statm") as statm:
+        return int(statm.read().split()[1]) * mmap.PAGESIZE
 
 
 def held_bytes(pool: PoolProcess | Addresses) -> float:

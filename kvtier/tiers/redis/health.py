@@ -26,6 +26,10 @@ class Health:
         """Whether the server failed when it was last asked, and is not asked for now."""
         return self._breaker.is_open
 
+    def forget(self) -> None:
+        """The server is none of the tier's any longer: it counts as left alone no more."""
+        self._metrics.levels.forget_breaker(self._tier, self._breaker)
+
     def allows(self, op: str) -> bool:
         """Whether the server may be asked now; counted if not."""
         allowed = self._breaker.allow()

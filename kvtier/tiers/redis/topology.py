@@ -144,7 +144,8 @@ class Topology:
                 if known is not None:
                     # Calls may be under way to a server that left, so it is not closed: it goes with the last of them.
                     serving = {node.name for node in known.get_nodes_by_server_type("primary")}
-                    self._servers = {name: server for name, server in self._servers.items() if name in serving}
+                    for name in self._servers.keys() - serving:
+                        self._servers.pop(name).health.forget()
 
     def _server(self, node: ClusterNode) -> Server:
         with self._lock:

@@ -1,6 +1,6 @@
 """Callers of gRPC: the tenant of their credentials, which has a place for their connection."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -37,6 +37,13 @@ class Callers:
             door.turned_away("max_connections", login.name)
             raise
         return login
+
+    def messages(self, context: grpc.ServicerContext, requests: Iterator[bytes]) -> Iterator[bytes]:
+        """The messages of a call, noted as given to it."""
+        peer = context.peer()
+        for message in requests:
+            self.connections.note(peer, len(message))
+            yield message
 
     def end_stale(self) -> None:
         """Ends connections whose credentials have not been accepted any more for a second."""

@@ -34,6 +34,8 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
+    # What has come is read to its end, also after a connection was ended for sending too much.
+    ("grpc.tcp_receive_buffer_size", _LOOKAHEAD_BYTES),
 )
 _HANDSHAKE_S = 5.0
 """The seconds that a peer has to begin HTTP/2, as long as HELLO of the block protocol has; after that it makes way."""

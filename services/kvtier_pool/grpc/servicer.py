@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TypeVar
 
 import grpc
@@ -16,7 +16,7 @@ from kvtier.errors import InvalidInputError, KvtierError, UnauthenticatedError, 
 from kvtier.events import Event, EventKind, TierState
 from kvtier.identity.keys import CHAIN_HASH_BYTES, StoreKey, TenantId, split_store_key
 from kvtier.protocol import pool_pb2
-from kvtier.protocol.frames import decode_frames, encode_blocks
+from kvtier.protocol.frames import Frame, decode_frames, encode_blocks, require_few_fields
 from kvtier.protocol.groups import windows
 from kvtier.protocol.status import CODES, code_for
 from kvtier.store.cold_reads import Block
@@ -42,6 +42,11 @@ _READ_WINDOW_BYTES = 4 << 20
 """Blocks read at once: enough for parallel disk reads, little enough to pin and to copy."""
 _REQUEST_BLOCKS = 500
 """A call that names more blocks is as many requests to its tenant's rate."""
+_TURN_FRAMES = 256
+"""Frames of a write that are taken in one turn: a message of tiny ones has more than a million."""
+_MOST_FIELDS = 1024
+"""Groups in a request, four times as many as the block protocol takes: parsed, each of them takes 50 bytes, and as sent
+it may take two."""
 _EVENT_KINDS = {
     EventKind.STORED: pool_pb2.Event.STORED,
     EventKind.REMOVED: pool_pb2.Event.REMOVED,
@@ -120,7 +125,7 @@ class PoolServicer:
     def _lookup(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Lookup", context) as login:
             _, is_let_in = self._paced(login)
-            request = _parse(pool_pb2.LookupRequest, requests)
+            request = _parse(pool_pb2.LookupRequest, self._callers.messages(context, requests))
             with _traced("lookup", context, login) as trace, self._turn(login, trace) as turn, tracing.within(trace):
                 keys = self._keys(login.tenant, request.groups)
                 if not is_let_in:
@@ -133,7 +138,7 @@ class PoolServicer:
         with self._call("Read", context) as login:
             pace, is_let_in = self._paced(login)
             self._require_deadline(context)
-            request = _parse(pool_pb2.ReadRequest, requests)
+            request = _parse(pool_pb2.ReadRequest, self._callers.messages(context, requests))
             keys = self._keys(login.tenant, [group.keys for group in request.groups])
             sizes = [g.payload_bytes for g in request.groups for _ in range(len(g.keys.hashes) // CHAIN_HASH_BYTES)]
             require_room(sizes, self._limits)
@@ -159,20 +164,23 @@ class PoolServicer:
             pace, is_let_in = self._paced(login)
             self._require_deadline(context)
             with closing(Upload(self._core, login.tenant, self._limits, refuses=not is_let_in)) as upload:
-                for message in messages:
+                for message in self._callers.messages(context, messages):
                     if is_let_in:
                         pace.take(nbytes=len(message))
                     else:
                         pace.refuse(len(message))
-                    with self._turns.of(login.tenant):
-                        for frame in decode_frames(message):
-                            upload.feed(frame)
+                    frames, may_have_more = decode_frames(message), True
+                    while may_have_more:
+                        with self._turns.of(login.tenant):
+                            may_have_more = _feed(upload, frames)
+                        if not context.is_active():
+                            raise grpc.RpcError("the client has gone")
                 return pool_pb2.WriteResponse(statuses=upload.finish()).SerializeToString()
 
     def _discard(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Discard", context) as login:
             self._paced(login)
-            request = _parse(pool_pb2.DiscardRequest, requests)
+            request = _parse(pool_pb2.DiscardRequest, self._callers.messages(context, requests))
             with self._turns.of(login.tenant) as turn:
                 keys = self._keys(login.tenant, request.groups)
                 num_discarded = sum(self._core.discard(part) for part in self._turns.parts(keys, turn))
@@ -181,7 +189,7 @@ class PoolServicer:
     def _pin(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Pin", context) as login:
             self._paced(login)
-            request = _parse(pool_pb2.PinRequest, requests)
+            request = _parse(pool_pb2.PinRequest, self._callers.messages(context, requests))
             ttl_ms = pin_ttl_ms(request.ttl_ms, self._core.max_pin_s)
             with self._turns.of(login.tenant):
                 statuses = self._core.pin(login.tenant, self._keys(login.tenant, request.groups), ttl_ms / 1000)
@@ -190,7 +198,7 @@ class PoolServicer:
     def _unpin(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Unpin", context) as login:
             self._paced(login)
-            request = _parse(pool_pb2.UnpinRequest, requests)
+            request = _parse(pool_pb2.UnpinRequest, self._callers.messages(context, requests))
             with self._turns.of(login.tenant):
                 num_unpinned = self._core.unpin(self._keys(login.tenant, request.groups))
             return pool_pb2.UnpinResponse(num_unpinned=num_unpinned).SerializeToString()
@@ -198,7 +206,7 @@ class PoolServicer:
     def _usage(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Usage", context) as login:
             self._paced(login)
-            _parse(pool_pb2.UsageRequest, requests)
+            _parse(pool_pb2.UsageRequest, self._callers.messages(context, requests))
             tiers = [
                 pool_pb2.TierUsage(
                     name=share.tier,
@@ -214,7 +222,7 @@ class PoolServicer:
 
     def _events(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         with self._call("Events", context, self._places.of_stream) as login:
-            _parse(pool_pb2.EventsRequest, requests)
+            _parse(pool_pb2.EventsRequest, self._callers.messages(context, requests))
             with (
                 closing(self._core.subscribe(login.tenant)) as subscription,
                 self._noted(subscription, login),
@@ -289,11 +297,20 @@ class PoolServicer:
             raise InvalidInputError(f"set a deadline of at most {self._limits.max_call_s:g} s on reads and writes")
 
 
+def _feed(upload: Upload, frames: Iterator[Frame]) -> bool:
+    """Takes frames for one turn. Whether there may be more."""
+    num_fed = 0
+    for num_fed, frame in enumerate(islice(frames, _TURN_FRAMES), 1):  # noqa: B007 - it is how many there were
+        upload.feed(frame)
+    return num_fed == _TURN_FRAMES
+
+
 def _parse(kind: type[_M], requests: Iterator[bytes]) -> _M:
     """The one message of a call; waits for it."""
     message = next(requests, None)
     if message is None:
         raise InvalidInputError(f"the call ended without its {kind.__name__}")
+    require_few_fields(message, _MOST_FIELDS)
     try:
         return kind.FromString(message)
     except DecodeError as error:

@@ -51,6 +51,8 @@ class Upload:
                 f"frame of block {frame.block} after block {self._num_begun - 1}: number blocks from 0, one after "
                 "the other, with one header each"
             )
+        elif not frame.payload:
+            raise InvalidInputError(f"frame of block {frame.block} with neither header nor payload: leave it out")
         if self._slot is not None and self._header is not None:
             self._fill(self._slot, self._header, frame.payload)
 
