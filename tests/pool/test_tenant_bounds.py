@@ -182,7 +182,7 @@ def test_what_one_tenant_sends_over_many_grpc_connections_is_not_gathered(
         ends.set()
         for thread in threads:
             thread.join(WAIT_S)
-        assert most_bytes - idle_bytes < 96 * MIB
+        assert most_bytes - idle_bytes < 192 * MIB, "messages of the calls that are served, and what is read ahead"
         assert is_served(pool.block)
 
 
