@@ -134,6 +134,9 @@ def test_a_write_in_tiny_frames_ends_with_its_client(pool: PoolProcess) -> None:
         for call in calls:
             call.cancel()
         until_idle(pool)
+        pool.process.terminate()
+        assert pool.process.stderr is not None
+        assert "Exception calling application" not in pool.process.stderr.read()
 
 
 def until_idle(pool: PoolProcess) -> None:

@@ -170,11 +170,9 @@ class PoolServicer:
                     else:
                         pace.refuse(len(message))
                     frames, may_have_more = decode_frames(message), True
-                    while may_have_more:
+                    while may_have_more and context.is_active():  # else there is no next message: it raises
                         with self._turns.of(login.tenant):
                             may_have_more = _feed(upload, frames)
-                        if not context.is_active():
-                            raise grpc.RpcError("the client has gone")
                 return pool_pb2.WriteResponse(statuses=upload.finish()).SerializeToString()
 
     def _discard(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
