@@ -166,15 +166,15 @@ class GrpcConnections:
 
     def _end_floods(self, there: _Found) -> None:
         """Ends connections that have sent much more than calls were given."""
+        counts = {ends: self._sockets.received_bytes(*found) for ends, found in there.items()}
+        received = {ends: count for ends, count in counts.items() if count is not None}
         with self._lock:
             owners = {ends: login.tenant for ends, login in self._logins.values()}
-            counts = {ends: self._sockets.received_bytes(*found) for ends, found in there.items()}
-            received = {ends: count for ends, count in counts.items() if count is not None}
-            for ends in self._gathered.flooding(received, owners, MONOTONIC()):
+            floods = self._gathered.flooding(received, owners, MONOTONIC())
+            for ends in floods:
                 self._sockets.end(*there[ends])
-                self._flood_log.warning(
-                    f"gRPC connection from {ends[0]} ended: it has sent more than its calls were given"
-                )
+        for host, _ in floods:
+            self._flood_log.warning(f"gRPC connection from {host} ended: it has sent more than its calls were given")
 
     def _make_room(self, there: _Found) -> None:
         """Ends connections that nobody has logged in over, the oldest first, as far as there are too many."""
