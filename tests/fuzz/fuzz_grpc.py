@@ -93,6 +93,9 @@ class _Context:
     def time_remaining(self) -> float:
         return 5.0
 
+    def is_active(self) -> bool:
+        return True
+
     def add_callback(self, callback: Callable[[], None]) -> bool:
         return False  # the call is over already: a stream of events has nothing to wait for
 
@@ -106,6 +109,9 @@ class _Callers:
 
     def login_of(self, context: object) -> Login:
         return Login(Role.TENANT, "red", None, None)
+
+    def messages(self, context: object, requests: Iterator[bytes]) -> Iterator[bytes]:
+        return requests
 
     def is_current(self, login: Login) -> bool:
         return True
