@@ -64,8 +64,14 @@ class OwnSockets:
 
 
 def _duplicate(descriptor: int) -> socket.socket:
-    """Returns the same socket, which stays what it is whatever becomes of the descriptor. The caller closes it."""
-    return socket.socket(fileno=os.dup(descriptor))
+    """Returns the same socket, which stays what it is whatever becomes of the descriptor. The caller closes it. Raises
+    `OSError` where it is none any more."""
+    duplicate = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
 
 
 def _described(descriptor: int) -> OwnSocket | None:

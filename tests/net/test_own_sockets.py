@@ -34,6 +34,15 @@ def test_a_connection_is_found_and_ended_and_no_other_one() -> None:
     assert OwnSocket(here, None) not in sockets.look()
 
 
+def test_a_descriptor_that_is_another_files_by_now_costs_none() -> None:
+    sockets, served = OwnSockets(), OwnSocket(("127.0.0.1", 1), ("127.0.0.1", 2))
+    with open(os.devnull) as file:
+        before = len(os.listdir("/proc/self/fd"))
+        sockets.end(served, file.fileno())
+        assert sockets.received_bytes(served, file.fileno()) is None
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_an_ipv4_address_is_the_same_on_a_socket_for_both() -> None:
     if not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
