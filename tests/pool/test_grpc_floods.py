@@ -4,7 +4,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -158,25 +158,19 @@ def processor_s(pool: PoolProcess) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def flooding(gathered: GatheredBytes, owners: dict[Ends, TenantId]) -> Callable[..., list[Ends]]:
-    def look(now_s: float, **received: int) -> list[Ends]:
-        return gathered.flooding({{"one": ONE, "other": OTHER}[name]: n for name, n in received.items()}, owners, now_s)
-
-    return look
-
-
 @pytest.mark.parametrize(("owners", "most"), [({}, 64 * MIB), ({ONE: RED, OTHER: RED}, 128 * MIB)])
 def test_what_no_call_was_given_is_bounded_over_all_connections(owners: dict[Ends, TenantId], most: int) -> None:
     gathered = GatheredBytes()
-    look = flooding(gathered, owners)
-    assert look(100.0, one=most // 2, other=most // 4) == []
+    assert gathered.flooding({ONE: most // 2, OTHER: most // 4}, owners) == []
     gathered.note(ONE, most)
-    assert look(100.1, one=most // 2 + most, other=most // 4) == [], "what a call was given is not gathered"
-    assert look(100.2, one=most // 2 + most, other=most) == [OTHER], "the one with the most"
-    assert look(100.3, one=most // 2 + most) == []
-    assert look(100.4, one=9 * most) == [ONE]
+    come = most // 2 + most
+    assert gathered.flooding({ONE: come, OTHER: most // 4}, owners) == [], "what a call was given is not gathered"
+    assert gathered.flooding({ONE: come, OTHER: most}, owners) == [OTHER], "the one with the most"
+    assert gathered.flooding({ONE: come}, owners) == []
+    assert gathered.flooding({ONE: 9 * most}, owners) == [ONE]
 
 
-def test_what_comes_slowly_is_never_too_much() -> None:
-    look = flooding(GatheredBytes(), {})
-    assert all(look(float(second), one=60_000 * second) == [] for second in range(1, 100_000, 50))
+def test_a_slow_flood_is_one_as_well() -> None:
+    gathered = GatheredBytes()
+    looks = [gathered.flooding({ONE: 1000 * look}, {}) for look in range(1, 70_000)]
+    assert looks.index([ONE]) == 64 * MIB // 1000

@@ -1,7 +1,7 @@
 """Callers of gRPC: the tenant of their credentials, which has a place for their connection."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import grpc
 
@@ -11,6 +11,10 @@ from kvtier_pool.auth import Login
 from kvtier_pool.grpc.connections import GrpcConnections
 from kvtier_pool.logins import Logins, grpc_peer
 from kvtier_pool.subject_names import names_in
+
+_T = TypeVar("_T")
+_Serve = Callable[[Iterator[bytes], grpc.ServicerContext], _T]
+"""An RPC: from the messages of a call to its answer or answers."""
 
 
 class Callers:
@@ -38,9 +42,15 @@ class Callers:
             raise
         return login
 
-    def messages(self, context: grpc.ServicerContext, requests: Iterator[bytes]) -> Iterator[bytes]:
-        """The messages of a call, noted as given to it."""
-        peer = context.peer()
+    def noting(self, serve: _Serve[_T]) -> _Serve[_T]:
+        """The same RPC, each of whose messages is noted as given to a call of its connection."""
+
+        def serve_noting(requests: Iterator[bytes], context: grpc.ServicerContext) -> _T:
+            return serve(self._noted(requests, context.peer()), context)
+
+        return serve_noting
+
+    def _noted(self, requests: Iterator[bytes], peer: str) -> Iterator[bytes]:
         for message in requests:
             self.connections.note(peer, len(message))
             yield message

@@ -170,7 +170,7 @@ class GrpcConnections:
         received = {ends: count for ends, count in counts.items() if count is not None}
         with self._lock:
             owners = {ends: login.tenant for ends, login in self._logins.values()}
-            floods = self._gathered.flooding(received, owners, MONOTONIC())
+            floods = self._gathered.flooding(received, owners)
             for ends in floods:
                 self._sockets.end(*there[ends])
         for host, _ in floods:

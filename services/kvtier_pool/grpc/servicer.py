@@ -99,16 +99,16 @@ class PoolServicer:
     def handler(self) -> grpc.GenericRpcHandler:
         """Handlers without (de)serializers: messages pass as bytes, so that payloads are not copied by protobuf."""
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            "Lookup": grpc.stream_unary_rpc_method_handler(self._lookup),
-            "Read": grpc.stream_stream_rpc_method_handler(self._read),
-            "Write": grpc.stream_unary_rpc_method_handler(self._write),
-            "Discard": grpc.stream_unary_rpc_method_handler(self._discard),
-            "Usage": grpc.stream_unary_rpc_method_handler(self._usage),
-            "Events": grpc.stream_stream_rpc_method_handler(self._events),
+            "Lookup": grpc.stream_unary_rpc_method_handler(self._callers.noting(self._lookup)),
+            "Read": grpc.stream_stream_rpc_method_handler(self._callers.noting(self._read)),
+            "Write": grpc.stream_unary_rpc_method_handler(self._callers.noting(self._write)),
+            "Discard": grpc.stream_unary_rpc_method_handler(self._callers.noting(self._discard)),
+            "Usage": grpc.stream_unary_rpc_method_handler(self._callers.noting(self._usage)),
+            "Events": grpc.stream_stream_rpc_method_handler(self._callers.noting(self._events)),
         }
         if self._core.max_pin_s:
-            handlers["Pin"] = grpc.stream_unary_rpc_method_handler(self._pin)
-            handlers["Unpin"] = grpc.stream_unary_rpc_method_handler(self._unpin)
+            handlers["Pin"] = grpc.stream_unary_rpc_method_handler(self._callers.noting(self._pin))
+            handlers["Unpin"] = grpc.stream_unary_rpc_method_handler(self._callers.noting(self._unpin))
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def end_stale(self) -> int:
@@ -125,7 +125,7 @@ class PoolServicer:
     def _lookup(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Lookup", context) as login:
             _, is_let_in = self._paced(login)
-            request = _parse(pool_pb2.LookupRequest, self._callers.messages(context, requests))
+            request = _parse(pool_pb2.LookupRequest, requests)
             with _traced("lookup", context, login) as trace, self._turn(login, trace) as turn, tracing.within(trace):
                 keys = self._keys(login.tenant, request.groups)
                 if not is_let_in:
@@ -138,7 +138,7 @@ class PoolServicer:
         with self._call("Read", context) as login:
             pace, is_let_in = self._paced(login)
             self._require_deadline(context)
-            request = _parse(pool_pb2.ReadRequest, self._callers.messages(context, requests))
+            request = _parse(pool_pb2.ReadRequest, requests)
             keys = self._keys(login.tenant, [group.keys for group in request.groups])
             sizes = [g.payload_bytes for g in request.groups for _ in range(len(g.keys.hashes) // CHAIN_HASH_BYTES)]
             require_room(sizes, self._limits)
@@ -164,13 +164,13 @@ class PoolServicer:
             pace, is_let_in = self._paced(login)
             self._require_deadline(context)
             with closing(Upload(self._core, login.tenant, self._limits, refuses=not is_let_in)) as upload:
-                for message in self._callers.messages(context, messages):
+                for message in messages:
                     if is_let_in:
                         pace.take(nbytes=len(message))
                     else:
                         pace.refuse(len(message))
                     frames, may_have_more = decode_frames(message), True
-                    while may_have_more and context.is_active():  # else there is no next message: it raises
+                    while may_have_more and context.is_active():  # the rest of a call that is over is for nobody
                         with self._turns.of(login.tenant):
                             may_have_more = _feed(upload, frames)
                 return pool_pb2.WriteResponse(statuses=upload.finish()).SerializeToString()
@@ -178,7 +178,7 @@ class PoolServicer:
     def _discard(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Discard", context) as login:
             self._paced(login)
-            request = _parse(pool_pb2.DiscardRequest, self._callers.messages(context, requests))
+            request = _parse(pool_pb2.DiscardRequest, requests)
             with self._turns.of(login.tenant) as turn:
                 keys = self._keys(login.tenant, request.groups)
                 num_discarded = sum(self._core.discard(part) for part in self._turns.parts(keys, turn))
@@ -187,7 +187,7 @@ class PoolServicer:
     def _pin(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Pin", context) as login:
             self._paced(login)
-            request = _parse(pool_pb2.PinRequest, self._callers.messages(context, requests))
+            request = _parse(pool_pb2.PinRequest, requests)
             ttl_ms = pin_ttl_ms(request.ttl_ms, self._core.max_pin_s)
             with self._turns.of(login.tenant):
                 statuses = self._core.pin(login.tenant, self._keys(login.tenant, request.groups), ttl_ms / 1000)
@@ -196,7 +196,7 @@ class PoolServicer:
     def _unpin(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Unpin", context) as login:
             self._paced(login)
-            request = _parse(pool_pb2.UnpinRequest, self._callers.messages(context, requests))
+            request = _parse(pool_pb2.UnpinRequest, requests)
             with self._turns.of(login.tenant):
                 num_unpinned = self._core.unpin(self._keys(login.tenant, request.groups))
             return pool_pb2.UnpinResponse(num_unpinned=num_unpinned).SerializeToString()
@@ -204,7 +204,7 @@ class PoolServicer:
     def _usage(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Usage", context) as login:
             self._paced(login)
-            _parse(pool_pb2.UsageRequest, self._callers.messages(context, requests))
+            _parse(pool_pb2.UsageRequest, requests)
             tiers = [
                 pool_pb2.TierUsage(
                     name=share.tier,
@@ -220,7 +220,7 @@ class PoolServicer:
 
     def _events(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         with self._call("Events", context, self._places.of_stream) as login:
-            _parse(pool_pb2.EventsRequest, self._callers.messages(context, requests))
+            _parse(pool_pb2.EventsRequest, requests)
             with (
                 closing(self._core.subscribe(login.tenant)) as subscription,
                 self._noted(subscription, login),
