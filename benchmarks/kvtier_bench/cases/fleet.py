@@ -54,12 +54,12 @@ class _Way:
 def bench_fleet(
     json: Json = False,
     plot: Plot = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Of each strategy, in turn.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each strategy, in turn.")] = 2,
     load: Annotated[
         float, typer.Option(min=0.1, help="Offered tokens over what engines compute without a cache.")
     ] = 0.8,
     sessions: Annotated[int, typer.Option(min=1, help="Conversations of a round.")] = 10,
-    turns: Annotated[int, typer.Option(min=1, help="Of each of them.")] = 5,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each session.")] = 5,
     strategies: Annotated[str, typer.Option(help="Beside round_robin without the pool; with commas.")] = (
         "priced,least_loaded,round_robin"
     ),

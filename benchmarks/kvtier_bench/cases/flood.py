@@ -27,9 +27,9 @@ BURNERS = "burners"
 def bench_flood(
     json: Json = False,
     rounds: Annotated[int, typer.Option(min=1, help="Counted pairs of rounds.")] = 7,
-    seconds: Annotated[float, typer.Option(min=0.2, help="Of each round.")] = 8.0,
+    seconds: Annotated[float, typer.Option(min=0.2, help="Seconds of each round.")] = 8.0,
     memory_mib: Annotated[int, typer.Option(min=32, help="The pool's memory.")] = 192,
-    processes: Annotated[int, typer.Option(min=1, help="Of the tenant that floods.")] = 4,
+    processes: Annotated[int, typer.Option(min=1, help="Processes of the tenant that floods.")] = 4,
     means: Annotated[list[str] | None, typer.Option(help="Only these means; may be repeated.")] = None,
     pause_ms: Annotated[float, typer.Option(min=0, help="Between two reads of a client of the steady tenant.")] = 10.0,
 ) -> None:

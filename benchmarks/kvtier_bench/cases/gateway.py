@@ -34,7 +34,7 @@ def bench_gateway(
     plot: Plot = None,
     rounds: Rounds = NUM_ROUNDS,
     requests: Annotated[int, typer.Option(min=10, help="Streamed requests in a round.")] = 500,
-    concurrency: Annotated[int, typer.Option(min=1, help="Of them, at a time.")] = 32,
+    concurrency: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 32,
     prefixes: Annotated[
         int, typer.Option(min=0, help="Distinct prompts whose memory is measured; 0: none.")
     ] = 1_000_000,

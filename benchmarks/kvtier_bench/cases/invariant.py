@@ -36,7 +36,7 @@ def bench_invariant(
     threads: Annotated[list[int] | None, typer.Option(help="Threads, repeatable. Default: 1 and 2.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of random tokens.")] = 60,
     prompt_tokens: Annotated[int, typer.Option(min=20, help="Tokens of the longest prompt.")] = 256,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 6,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer to each prompt.")] = 6,
     only: Annotated[list[str] | None, typer.Option(help="Only conditions with this in their name.")] = None,
     batch_invariant: Annotated[bool, typer.Option(help="Or what differs without it.")] = True,
     json: Json = False,

@@ -63,8 +63,8 @@ def bench_stall(
     model: Annotated[Path | None, typer.Option(help="Hugging Face folder or GGUF file; default: SmolLM2-135M.")] = None,
     threads: Annotated[int, typer.Option(help="Threads of the engine; 0 takes one per core.")] = 0,
     pairs: Annotated[int, typer.Option(min=1, help="Counted pairs of requests of each state.")] = NUM_ROUNDS,
-    prompt_tokens: Annotated[int, typer.Option(min=32, help="Of each request, all of them new.")] = 256,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Of each request: so many steps.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=32, help="Tokens of each prompt, all of them new.")] = 256,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer: so many steps.")] = 64,
     only: Annotated[list[str] | None, typer.Option(help="Only this state; may be repeated.")] = None,
     json: Json = False,
 ) -> None:

@@ -33,7 +33,7 @@ def bench_sglang(
     plot: Plot = None,
     rounds: Rounds = NUM_ROUNDS,
     pages: Annotated[int, typer.Option(min=NUM_SLOTS, help="Pages of 2 MiB in a prompt.")] = NUM_SLOTS,
-    layout: Annotated[str, typer.Option(help="Of the host pool: --hicache-mem-layout.")] = "page_first",
+    layout: Annotated[str, typer.Option(help="Layout of the host pool: --hicache-mem-layout.")] = "page_first",
     files: Annotated[
         Path | None, typer.Option(help="Where HiCacheFile makes its folder; default: the system's temporary folder.")
     ] = None,

@@ -32,7 +32,7 @@ def bench_vllm(
         Path | None, typer.Option(help="Folder of a safetensors model; default: SmolLM2-135M.", exists=True)
     ] = None,
     tokens: Annotated[int, typer.Option(min=64, help="Tokens of the shared document.")] = 3_000,
-    threads: Annotated[int, typer.Option(min=0, help="Of each engine's model; 0: one per core.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="Threads of each engine's model; 0: one per core.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="These rows of the first table; may be repeated.")] = None,
     with_throughput: Annotated[bool, typer.Option("--throughput/--no-throughput", help="The second table.")] = True,
 ) -> None:

@@ -52,7 +52,7 @@ def simulate_command(
         str | None, typer.Option(help="Size of a block, e.g. 2MiB, where the trace does not say it.")
     ] = None,
     tokens_per_block: Annotated[
-        int, typer.Option(min=1, help="Of JSON lines, which do not say it.")
+        int, typer.Option(min=1, help="Tokens of a block of JSON lines, which do not say it.")
     ] = MOONCAKE_TOKENS_PER_BLOCK,
     json: Json = False,
     plot: Plot = None,

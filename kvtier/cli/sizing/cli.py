@@ -27,7 +27,7 @@ def size(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder, whose config.json is read, or GGUF file.")],
     conversations: Annotated[int, typer.Option(min=1, help="Conversations that are to be found again.")] = 1000,
     active: Annotated[
-        int | None, typer.Option(min=1, help="Those of them that go on within minutes. Default: a tenth.")
+        int | None, typer.Option(min=1, help="Conversations that go on within minutes. Default: a tenth of them.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a conversation, answers included.")] = 4096,
     hosts: Annotated[int, typer.Option(min=1, help="Hosts with a pool each, among which they are divided.")] = 1,

@@ -39,7 +39,7 @@ def simulate_fleet_command(
         int, typer.Option(min=1, help="Runs of each case, each from another request of the trace on.")
     ] = 1,
     tokens_per_block: Annotated[
-        int, typer.Option(min=1, help="Of an id in the trace, which does not say it.")
+        int, typer.Option(min=1, help="Tokens that an id of the trace stands for, which does not say it.")
     ] = MOONCAKE_TOKENS_PER_BLOCK,
     json: Json = False,
     plot: Plot = None,
