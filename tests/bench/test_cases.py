@@ -31,7 +31,7 @@ SCHEMA: dict[str, tuple[type, ...]] = {
     "floor": (str, type(None)),
     "ratio_to_floor": (*NUMBER, type(None)),
 }
-"""Of a case. Others may stand beside these."""
+"""Fields of a case. Others may stand beside these."""
 FLOORS = {"memcpy", "raw disk", "raw tcp", "raw unix", "one client", "cbor", "one group", "8 requests"}
 SMALL = ["--payload-bytes", "4096", "--batch", "4"]
 

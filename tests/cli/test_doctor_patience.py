@@ -92,7 +92,7 @@ def test_one_check_that_hangs_hides_no_other(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_disk_that_hangs_hides_no_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an engine's file and of a pool's alike."""
+    """That holds for an engine's file and for a pool's."""
     monkeypatch.setattr(command, "_LOOKS_S", 1.0)
     monkeypatch.setattr(os, "_exit", lambda code: None)
     Authority(tmp_path).issue("own", "127.0.0.1", valid_days=-1)

@@ -12,7 +12,7 @@ from kvtier.tiers.base import WriteStatus
 BLOCK_BYTES = 256 * 1024
 NUM_BLOCKS = 32
 MAX_IMAGE_BYTES = 120_000_000
-"""Of the pool's image, the base image apart."""
+"""The most that the pool's image takes, the base image apart."""
 UID = "10001"
 DEFAULT = tenant_id("default")
 

@@ -22,7 +22,7 @@ make_rig = pytest.fixture(rigs)
 
 LAUNCH_S = 0.010
 BLOCK_S = 0.00051
-"""Of computing one block of a prompt."""
+"""Seconds that computing one block of a prompt takes."""
 BATCH_TOKENS = 1024
 CHUNK_S = BATCH_TOKENS / TOKENS_PER_BLOCK * BLOCK_S
 CPU, META = torch.device("cpu"), torch.device("meta")

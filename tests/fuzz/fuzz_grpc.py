@@ -145,7 +145,7 @@ def _servicer() -> Iterator[Execute]:
 
 
 class _Details:
-    """Of a call, as grpc asks a handler whether it is its own."""
+    """Details of a call, as grpc asks a handler whether it is its own."""
 
     def __init__(self, verb: str) -> None:
         self.method = f"/{SERVICE}/{verb}"

@@ -30,7 +30,7 @@ from seal_rig import seals, storage_keys
 
 _SIZE = 1500
 _PART_BYTES = 500
-"""Of one value: blocks that do not pack come in three."""
+"""The most bytes of one value: blocks that do not pack come in three."""
 _KEYS = [make_key(label) for label in range(3)]
 _NAMES = [key_name(key) for key in _KEYS]
 _PAYLOADS = [payload_of(_SIZE, label) for label in range(3)]

@@ -30,7 +30,7 @@ KEYS = [make_key(label) for label in range(6)]
 SEALS: StorageSeals = seals(1, reads_plain=True)
 EXTENT, FOOTER = b"KVTEXTNT", b"KVTINDEX"
 HEAD_BYTES = 72
-"""Of an extent or a footer, before the entries."""
+"""The head of an extent or a footer, before the entries."""
 _HEADER_SUMMED, _HEAD_SUMMED, _TRAILER_BYTES = 64, 64, 32
 _ENTRY_BYTES = 112
 _SEALED_FORM = 3

@@ -35,7 +35,7 @@ class Target:
 
 
 KEY = make_key("golden")
-"""Of most blocks in seeds. Its payload of some length is always the same, so that a hit can be compared."""
+"""The key of most blocks in seeds. Its payload of some length is always the same, so that a hit can be compared."""
 
 
 def payload_of(nbytes: int, label: object = "golden") -> bytes:

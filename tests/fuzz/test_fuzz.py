@@ -10,7 +10,7 @@ import pytest
 from fuzz_targets import TARGETS
 
 NUM_MUTATIONS = {"disk": 20, "segment": 150, "pool": 250}
-"""Of those that take longer than others. Two seconds for each target at the most."""
+"""Mutations for targets that take longer than others. Two seconds for each target at the most."""
 MOST_GROWTH_KIB = 256 << 10
 
 

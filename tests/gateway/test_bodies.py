@@ -44,7 +44,7 @@ def test_no_client_names_a_tenant_a_cache_or_a_server(hidden: bytes) -> None:
 
 
 def test_an_engine_reads_what_the_gateway_has_read() -> None:
-    """Of equal names the last one counts, for both; numbers and texts stay what they are."""
+    """The last one of equal names counts, for both; numbers and texts stay what they are."""
     text = 'é "\\ \u0000 \u2028 \U0001f600'
     body = json.dumps({"prompt": text, "temperature": 0.1, "seed": 2**62, "logit_bias": {"5": -1.5}})
     found = cleaned(b'{"prompt": "other", ' + body[1:].encode())

@@ -21,7 +21,7 @@ from pool_rig import MIB, connect, held_bytes, running_pool, until
 
 NUM_LAYERS, NUM_PAGES, PIECE_BYTES = 6, 8, 40_000
 BLOCK_BYTES = 2 * NUM_LAYERS * PIECE_BYTES
-"""Of a page: keys and values of all layers. Some is copied before the rest, see `codec`."""
+"""Bytes of a page: keys and values of all layers. Some is copied before the rest, see `codec`."""
 KEYS = [make_key(i) for i in range(NUM_PAGES)]
 
 

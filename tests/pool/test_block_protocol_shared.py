@@ -36,7 +36,7 @@ SLOT = 1 << 32
 """The first slot of the first slab."""
 GOLDEN_SLOTS = 3584
 GOLDEN_MEMORY_BYTES = 1024 * (slab_bytes(64, GOLDEN_SLOTS, shared=True) + GOLDEN_SLOTS * BLOCK_OVERHEAD_BYTES)
-"""Of which a first slab of the smallest slots has as many. Nearly all of it is never taken."""
+"""Memory of which a first slab of the smallest slots has as many. Nearly all of it is never taken."""
 
 
 def request(verb: str, request_id: int = 7, **fields: object) -> bytes:

@@ -20,7 +20,7 @@ from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TENANTS, connect, items, keys,
 from redis_rig import running_redis
 
 NUM_BLOCKS = 240
-"""Of `BLOCK_BYTES`: 15 MiB."""
+"""Blocks of `BLOCK_BYTES`: 15 MiB."""
 
 
 def configuration(path: Path, red: str = "", pool: str = "", memory: str = "32MiB") -> Path:

@@ -1,4 +1,4 @@
-"""Who may do what at which door: every role, credential, way and verb, beside what is to come of it."""
+"""Rights at each door: every role, credential, way and verb, beside what is to come of it."""
 
 import http.client
 import json

@@ -48,7 +48,7 @@ SCORINGS = (
     ("soft_cap", "sinks"),
     ("soft_cap", "alibi_slopes", "sinks"),
 )
-"""Of what is in `Scoring`, what `scored` takes."""
+"""The fields of `Scoring` that `scored` takes."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ from suspending import resume, suspend
 WAIT_S = 120.0
 """Bound on everything that is waited for; never reached when the code works."""
 TOKENS = {"red": "red-token-for-tests", "blue": "blue-token-for-tests"}
-"""Of tenants, for the pool."""
+"""Tokens of tenants, for the pool."""
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

@@ -24,7 +24,7 @@ CAPACITY_BYTES = 1 << 20
 SEGMENT_BYTES = 64 << 10
 TENANTS = ("red", "blue")
 NUM_LABELS = 60
-"""Of each tenant: together they need about twice the capacity."""
+"""Blocks of each tenant: together they need about twice the capacity."""
 
 
 class DyingFiles(OsFiles):

@@ -29,7 +29,7 @@ from kvtier.tiers.disk.tier import DiskTier
 
 TENANTS = ("red", "blue", "green")
 BLOCKS = range(150)
-"""Of all tenants, in turns."""
+"""Blocks of all tenants, in turns."""
 _HOT = 9
 """Blocks that half of all calls are about, so that clients meet."""
 _MOST = 30

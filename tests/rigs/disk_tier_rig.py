@@ -11,7 +11,7 @@ from kvtier.tiers.disk.tier import DiskTier
 
 KIB, MIB = 2**10, 2**20
 NBYTES = 10_000
-"""Of a block's payload."""
+"""Bytes of a block's payload."""
 
 Open = Callable[..., DiskTier]
 

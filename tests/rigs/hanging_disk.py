@@ -82,7 +82,7 @@ class _Server:
     def __init__(self, device: int, folder: str) -> None:
         self._device = device
         self._paths = {1: folder}
-        """Of each node."""
+        """The path of each node."""
         self._nodes = {folder: 1}
         self._new_nodes = itertools.count(2)
         """Numbers that no node has had: the kernel may know a file long after its name is gone."""

@@ -20,7 +20,7 @@ from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.tier import HostTier
 
 NUM_SLOTS = 10
-"""Of the arena: less than the disk has, which has less than the shared tier."""
+"""Slots of the arena: less than the disk has, which has less than the shared tier."""
 DISK_BLOCKS = 16
 DEVICE_BLOCKS = 40
 POISON = 0xEE

@@ -15,7 +15,7 @@ _LEFT_TO_SOAK = ("switches", "beside", "pages", "host-copies", "ttft", "shared-d
 
 
 def sought_in(parts: Iterable[str]) -> list[str]:
-    """Those of the parts whose faults are planted here: all in `make soak-kernels`."""
+    """Returns the parts whose faults are planted here: all in `make soak-kernels`."""
     return [part for part in parts if IN_FULL or part not in _LEFT_TO_SOAK]
 
 

@@ -21,7 +21,7 @@ from kvtier_sglang import KvtierStorage
 PAGE = 16
 """Tokens of a page."""
 NUM_PAGES = 32
-"""Of a host pool."""
+"""Pages of a host pool."""
 _LAYERS = 6
 _HOST_BYTES = 1 << 30
 ALONE = HiCacheStorageConfig(

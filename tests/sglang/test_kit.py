@@ -13,7 +13,7 @@ from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
 from cache_pool import CachePool
 
 STATE_LAYOUTS = ("page_first", "page_first_direct")
-"""Those that SGLang has for the states of Mamba layers."""
+"""Layouts that SGLang has for the states of Mamba layers."""
 SHAPES = [
     *(Shape(page_size, layout, kind) for kind in ("full", "swa") for layout in LAYOUTS for page_size in PAGE_SIZES),
     *(Shape(page_size, layout, "mamba") for layout in STATE_LAYOUTS for page_size in PAGE_SIZES),

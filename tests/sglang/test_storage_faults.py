@@ -33,7 +33,7 @@ from kvtier_sglang.page_kinds import part_keys
 CALL_S = 10.0
 """What no call of SGLang's may take."""
 SOON = {"breaker_open_s": 0.2}
-"""Of the table `pool`: one that comes back is used again soon."""
+"""Settings of the table `pool`: one that comes back is used again soon."""
 QUICK = {"call_timeout_s": 1.0, **SOON}
 FLUSH_S = 60.0
 """Bound on what waits for a pool that is there."""

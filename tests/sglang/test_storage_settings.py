@@ -35,7 +35,8 @@ directory = "/kv"
 """
 POOL = {"address": ["unix:/run/kvtier.sock"]}
 GOLDEN = "edffbbe14de80b6021870359901ff95e6d7153a910c04027d54d35eb9b0cd245eab3653a4f6439e8e1274d7a353321a0"
-"""Of a page, made by hand from the formulas of `kvtier.identity.keys`: changing it forgets what all pools have."""
+"""The key of a page, made by hand from the formulas of `kvtier.identity.keys`: changing it forgets all that pools
+have."""
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ _SETTLE_S = 3.0
 
 
 _NAME = re.compile(rb"kvt1:([0-9a-f]{32}):([0-9a-f]{32}):([0-9a-f]{64})")
-"""Of a block, or of a part of one. Books have other names."""
+"""The name of a block, or of a part of one. Books have other names."""
 
 _READ_BLOCKS = re.compile(r'^kvtier_pool_read_blocks_total{[a-z_]+="([^"]+)"} (\S+)$', re.MULTILINE)
 
@@ -154,7 +154,8 @@ class Names:
         self.look("redis", [StoreKey(bytes.fromhex(b"".join(name.groups()).decode())) for name in names if name])
 
     def look_at_disk(self, name: str, folder: Path) -> None:
-        """Of a pool that has ended. Nothing there is to be corrupt: what was changed on its way is not written."""
+        """Looks at the disk of a pool that has ended. Nothing there is to be corrupt: what was changed on its way is
+        not written."""
         found = survey(folder, verify=True)
         self.look(f"disk of {name}", found.live)
         if not found.is_sound:

@@ -1,4 +1,4 @@
-"""Who asks in `make chaos`: one client for each engine, and what every answer is held against."""
+"""The clients of `make chaos`, one for each engine, and what every answer is held against."""
 
 import random
 import threading
@@ -16,7 +16,7 @@ ANSWER_TOKENS = 6
 _DOCUMENT_TOKENS, _QUESTION_TOKENS = 9 * TOKENS_PER_BLOCK, 20
 _VOCABULARY = range(1000, 40_000)
 _TIMEOUT_S = 120.0
-"""Of one request: more than any engine takes, stopped ones included."""
+"""Seconds that one request may take: more than any engine takes, stopped ones included."""
 _RESETS = 0.4
 """How many requests come after the engine was told to forget what it has itself."""
 _POLL_S = 0.05

@@ -95,7 +95,7 @@ class Member:
     arguments: list[str]
     folder: Path
     url: str
-    """Of its HTTP port."""
+    """The URL of its HTTP port."""
     environ: dict[str, str] = field(default_factory=dict)
     num_starts: int = 0
     """Grows with each start. Written by the thread of the faults."""

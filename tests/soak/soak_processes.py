@@ -22,7 +22,7 @@ from suspending import suspend
 MEMORY_BYTES = 48 * MIB
 DISK_BYTES = 128 * MIB
 NUM_LABELS = 1500
-"""Of each tenant: about 150 MiB of payload, so that memory evicts all the time and the disk does at last."""
+"""Blocks of each tenant: about 150 MiB of payload, so that memory evicts all the time and the disk does at last."""
 SETTLED_S = 20.0
 """How long clients may take to end, and the pool to give back what they held."""
 

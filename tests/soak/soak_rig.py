@@ -23,8 +23,8 @@ _START_S = 60.0
 _BESIDES_BYTES = 96 * MIB
 """What connections, buffers of I/O threads and gRPC may take of a pool's memory."""
 _LAZY_THREADS = 16 + 8 + 8
-"""Of a pool that has served for a while: gRPC's 16 and its pollers, and the disk tier's 4 each way. They come with
-the calls that need them and stay. What leaks with every call or client leaves hundreds."""
+"""Threads of a pool that has served for a while: gRPC's 16 and its pollers, and the disk tier's 4 each way. They come
+with the calls that need them and stay. What leaks with every call or client leaves hundreds."""
 _STEP_S = 0.05
 _TAKEN = (WriteStatus.STORED, WriteStatus.EXISTS)
 _QUIET_GAUGES = ("kvtier_pool_block_connections", "kvtier_pool_shared_held_bytes", "kvtier_pool_write_down_queue_bytes")

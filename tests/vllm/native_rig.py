@@ -32,8 +32,8 @@ from kvtier.testing.blocks import make_payload
 from suspending import resume, suspend
 
 HASTE = {"call_timeout_s": 3.0, "breaker_open_s": 0.2}
-"""Of the table `pool`, for pools that hang: each time costs a test this deadline. A pool that is a little late must not
-miss it, though, or what was stored is not."""
+"""Settings of the table `pool`, for pools that hang: each time costs a test this deadline. A pool that is a little
+late must not miss it, though, or what was stored is not."""
 ROW_BYTES = 64 * 1024
 NUM_CHUNKS = 16
 _STEP_S = 0.001

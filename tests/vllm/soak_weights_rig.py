@@ -30,7 +30,7 @@ from kvtier_vllm.steps.step_plan import HandedOut
 
 SHAPE = {"NUM_LAYERS": 2, "NUM_HEADS": 2, "NUM_KV_HEADS": 1, "HIDDEN": 64, "INTERMEDIATE": 128, "VOCABULARY": 512}
 NUM_MODELS = 5
-"""Of other weights each. The engine starts with the first, and comes back to each of them."""
+"""Models with weights of their own. The engine starts with the first, and comes back to each of them."""
 NUM_PREFIXES, NUM_PROMPTS = 8, 60
 MAX_RUNNING = 12
 NUM_TOKENS = (2, 2, 2, 40)
@@ -85,7 +85,7 @@ class Soak:
         self._is_stale = False
         """Whether vLLM's own prefix cache may hold KV of other weights."""
         self._namespaces: dict[int, bytes] = {}
-        """Of each model, as the worker has said it."""
+        """The namespace of each model, as the worker has said it."""
         self._found = Found()
         self._now = Progress()
 

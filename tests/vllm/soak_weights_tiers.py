@@ -19,7 +19,7 @@ from kvtier.tiers.base import Status, Tier
 from kvtier_vllm.settings import load_settings
 
 Values = npt.NDArray[np.float32]
-"""Of one block: of each layer after the other, as they lie in memory."""
+"""The values of one block: of each layer after the other, as they lie in memory."""
 _WORKER = "0-0"
 """The folder of the engine's only worker, on its disk."""
 _AT_ONCE = 64

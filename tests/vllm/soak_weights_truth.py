@@ -27,9 +27,9 @@ class _Meaning:
 
     model: int
     tokens: Tokens
-    """Of a sequence that the block is of."""
+    """Tokens of the sequence that has the block."""
     position: int
-    """Of the block."""
+    """The place of the block in it."""
 
 
 class Truth:

@@ -26,11 +26,12 @@ def picture(seed: int, width: int, height: int) -> Picture:
 
 
 CAT, DOG, COW = (picture(seed, 10, 10) for seed in (1, 2, 3))
-"""Of 100 tokens, so that they span blocks."""
+"""Pictures of 100 tokens, so that they span blocks."""
 ANT, BEE = picture(4, 2, 2), picture(5, 2, 2)
 """Two of them fit into a block."""
 WIDE, HIGH = picture(0, 9, 4), picture(0, 4, 9)
-"""Of the same pixels, and as many tokens: only their grids differ, and so the positions of all that follows."""
+"""Pictures with the same pixels and number of tokens: only their grids differ, and so the positions of all that
+follows."""
 
 
 def prompt(*parts: int | Picture) -> Prompt:

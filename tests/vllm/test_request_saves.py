@@ -115,7 +115,7 @@ def test_what_stands_for_no_block_is_not_saved() -> None:
     saving = Saving()
     within = BoundaryState(0, 9, SIZE + 1)
     unknown = BoundaryState(0, 9, 4 * SIZE)
-    """Of a token that the scheduler has not heard of, as when it plans ahead."""
+    """The state of a token that the scheduler has not heard of, as when it plans ahead."""
     assert saving.choose([within, unknown]) == []
     saving.known.request.append_output_token_ids([1, 2])
     assert saving.choose([unknown]) == [saving.block(0, 3, 9)]

@@ -33,7 +33,7 @@ FEW = 5
 """Tokens: enough to see whether KV or a state is wrong."""
 CROWD = make_prompts(8, first_length=200)
 ROOM_FOR_FEW = {"num_gpu_blocks_override": 36, "max_model_len": 512}
-"""Of the crowd."""
+"""Room for a few of the crowd."""
 DENSE: dict[str, Any] = {"enable_prefix_caching": True, "prefix_cache_retention_interval": BLOCK}
 SPARSE: dict[str, Any] = {"enable_prefix_caching": True}
 """vLLM's default: states at the ends of prompts only."""

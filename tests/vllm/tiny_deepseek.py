@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {
     # vLLM 0.32's own kernel for it takes the heads of these queries to lie where they do not.
     "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
 }
-"""Of engines of it."""
+"""Arguments of engines that run it."""
 _DRAFTING_NORMS = ("enorm", "hnorm", "shared_head.norm")
 
 

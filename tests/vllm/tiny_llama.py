@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 6, 2, 32
 HIDDEN, INTERMEDIATE, VOCABULARY = NUM_HEADS * HEAD_DIM, 512, 2048
 SPREAD = 0.3
-"""Of weights. Large, so that logits lie far apart, and one wrong block of KV changes what is said."""
+"""The standard deviation of weights. It is large, so that logits lie far apart, and one wrong block of KV changes what
+is said."""
 SPECIAL = ["<s>", "</s>", "<unk>"]
 
 

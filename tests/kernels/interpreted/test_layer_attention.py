@@ -13,7 +13,7 @@ from kvtier_kernels.reference import kv_write_reference, paged_attention_referen
 HEADS, KV_HEADS, HEAD_DIM, TOKENS_PER_BLOCK = 4, 2, 8, 4
 SEQ_LENS = torch.tensor([7, 2, 10])
 TABLES = torch.tensor([[3, 1, 0], [6, 0, 0], [5, 2, 7]])
-"""Of 8 blocks."""
+"""Block tables of a pool of 8 blocks."""
 
 
 def layer_tensors(seed: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -54,7 +54,7 @@ ALL = Everything([0])
 
 
 LARGE = 512 * MIB
-"""Of such memory a slab has several blocks. Hardly any of it is taken."""
+"""Memory of which a slab has several blocks. Hardly any of it is taken."""
 
 
 @pytest.fixture

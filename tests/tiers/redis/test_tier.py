@@ -50,7 +50,7 @@ class OverRedis(TierContract):
     room = 3
     """Times the capacity: values take more than their payload, and so do buffers."""
     cap_bytes: int | None = None
-    """Of each tenant."""
+    """The cap of each tenant."""
 
     @pytest.fixture
     def make_tier(self, server: RedisServer) -> MakeTier:

@@ -99,7 +99,7 @@ class Engine:
         self.started: Counter[str] = Counter()
         """Loads, by request."""
         self.received: Counter[str] = Counter()
-        """Those that were reported to be over."""
+        """Requests whose loads were reported to be over."""
         self._count_loads()
         self.spared: dict[str, int] = {}
         """Tokens that a request had when it was scheduled for the first time."""
