@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 FLOOR, ONE = "8 requests", "one with n = 1"
 WAYS: Mapping[str, tuple[int, int]] = {FLOOR: (8, 1), "one with n = 8": (1, 8), ONE: (1, 1)}
 """Requests of the same prompt, and answers to each."""
+_COLUMNS = {
+    "most tokens held": "most_tokens_held", "computed": "computed_prompt_tokens",
+    "TTFT p50, s": "ttft_p50_s", "tokens/s": "answer_tokens_per_s",
+}  # fmt: skip
+"""Headings of the table, and the figures below them."""
 _TOKENS_PER_BLOCK = 16
 
 
@@ -87,7 +92,8 @@ def bench_branches(
                 serve[name](prompt)
             advance()
     title = f"Eight answers of {answer_tokens} tokens to a prompt of {prompt_tokens:,}, {dtype}"
-    report(title, [_case(name, measured, answer_tokens) for name in measured], as_json=json)
+    cases = [_case(name, measured, answer_tokens) for name in measured]
+    report(title, cases, as_json=json, columns=_COLUMNS)
 
 
 def _serve_vllm(engine: EngineProcess, answer_tokens: int, into: _Measured, prompt: list[int]) -> None:

@@ -31,6 +31,11 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
     "cache_aware, parts of blocks": {"order": "cache_aware", "partial_reuse": True},
 }
 """The settings of each engine, by name."""
+_COLUMNS = {
+    "TTFT p50, s": "ttft_p50_s", "p90, s": "ttft_p90_s",
+    "tokens/s": "answer_tokens_per_s", "computed": "computed_prompt_tokens",
+}  # fmt: skip
+"""Headings of the table, and the figures below them."""
 
 
 def bench_scheduling(
@@ -80,6 +85,7 @@ def bench_scheduling(
         [_case(work, name, rounds_of) for work in chosen for name in names],
         as_json=json,
         notes=[_same_answers(work, names, rounds_of) for work in chosen],
+        columns=_COLUMNS,
     )
 
 
