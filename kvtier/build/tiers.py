@@ -240,22 +240,30 @@ def _open_pool(config: Config, namespaces: Sequence[NamespaceId], metrics: Metri
     return SharedTier(next(iter(clients.values())) if len(clients) == 1 else both, pin)
 
 
-def _pool_client(
-    config: Config, name: str, namespaces: Sequence[NamespaceId], tls: ClientTls | None, metrics: Metrics
-) -> PoolTier:
-    pool, tenant = config.pool, tenant_id(name)
-    access = PoolAccess(
+def pool_access(config: Config, name: str, namespaces: Sequence[NamespaceId], tls: ClientTls | None) -> PoolAccess:
+    """What a tenant needs to reach the pool, as configured.
+
+    :param tls: of `pool_tls`.
+    """
+    pool = config.pool
+    return PoolAccess(
         addresses=pool.address,
-        tenant=tenant,
+        tenant=tenant_id(name),
         token=config.pool_token(name),
         tls=tls,
         namespaces=namespaces,
         connect_timeout_s=pool.connect_timeout_s,
         shared_memory=pool.shared_memory,
     )
+
+
+def _pool_client(
+    config: Config, name: str, namespaces: Sequence[NamespaceId], tls: ClientTls | None, metrics: Metrics
+) -> PoolTier:
+    pool, access = config.pool, pool_access(config, name, namespaces, tls)
     return PoolTier(
         open_transport(access, metrics),
-        tenant,
+        access.tenant,
         metrics=metrics,
         breaker=CircuitBreaker(pool.breaker_failures, pool.breaker_open_s),
         call_timeout_s=pool.call_timeout_s,

@@ -97,6 +97,11 @@ class PlainStream:
         """Whether the peer is on this machine by way of a Unix socket, so that descriptors can be passed."""
         return self._socket.family == socket.AF_UNIX and sys.platform == "linux"
 
+    @property
+    def descriptor(self) -> int:
+        """The descriptor of the socket, to be waited at."""
+        return self._socket.fileno()
+
     def wait(self, into: memoryview) -> int:
         """Blocks, however long, until bytes come, as `Stream.wait` says."""
         self._set_receive_timeout(0.0)

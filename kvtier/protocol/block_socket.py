@@ -91,6 +91,11 @@ class FrameSocket:
             self._note_delay()
         return self._start < self._stop
 
+    @property
+    def has_more(self) -> bool:
+        """Whether bytes have come that were not asked for yet."""
+        return self._start < self._stop
+
     def receive_head(
         self,
         *,

@@ -80,6 +80,11 @@ class TimedCalls:
             self._counts.note_lookup(statuses)
         return statuses
 
+    def note_lookup(self, statuses: Sequence[Status], seconds: float) -> None:
+        """Counts a lookup that was made elsewhere, and the time that it took."""
+        self._seconds["lookup"].observe(seconds)
+        self._counts.note_lookup(statuses)
+
     def read(self, call: Callable[[], list[Status]], into: Sequence[Sized]) -> list[Status]:
         """Makes and counts a call that reads. `into` are the buffers, one for each block."""
         with self._seconds["read"].time():

@@ -9,8 +9,9 @@ from kvtier.errors import ConfigError, KvtierError
 from kvtier.identity.keys import NamespaceId, TenantId
 from kvtier.memory import memfd
 from kvtier.metrics import Metrics
-from kvtier.net.address import GRPC_PREFIX, UNIX_PREFIX
+from kvtier.net.address import GRPC_PREFIX, UNIX_PREFIX, Address
 from kvtier.net.tls import ClientTls
+from kvtier.tiers.pool.calls import PoolCalls
 from kvtier.tiers.pool.local_transport import LocalTransport
 from kvtier.tiers.pool.paths_transport import PathsTransport
 from kvtier.tiers.pool.socket_transport import SocketTransport
@@ -58,6 +59,23 @@ def open_transport(access: PoolAccess, metrics: Metrics, *, connect_ahead: bool 
         _log.warning("%s is not used: over a Unix socket no certificate can stand for a token", address)
     transports = [(address, _transport(access, address, metrics, connect_ahead)) for address in ordered]
     return transports[0][1] if len(transports) == 1 else PathsTransport(transports)
+
+
+def plain_calls(access: PoolAccess) -> PoolCalls | None:
+    """Connections by the best way that is a socket without TLS, which an event loop can wait at. None: there is none.
+    Does not block."""
+    plain = [each for each in filter(access.may_use, access.addresses) if rank(each) == 0 or access.tls is None]
+    address = min(plain, key=rank, default=GRPC_PREFIX)
+    if address.startswith(GRPC_PREFIX):
+        return None
+    return PoolCalls(
+        Address.parse(address),
+        access.token,
+        access.tenant,
+        connect_timeout_s=access.connect_timeout_s,
+        tls=None,
+        namespaces=access.namespaces,
+    )
 
 
 def rank(address: str) -> int:

@@ -172,6 +172,17 @@ class PoolConnection:
             raise InvalidInputError(f"a payload of {self._unread_bytes} bytes where none belongs")
 
     @property
+    def descriptor(self) -> int:
+        """The descriptor to wait at for answers, by whoever waits for other things as well. Only without TLS."""
+        assert isinstance(self._stream, PlainStream), "TLS keeps bytes that the descriptor does not tell of"
+        return self._stream.descriptor
+
+    @property
+    def has_more(self) -> bool:
+        """Whether bytes have come beyond the last answer: nobody is told of them at the descriptor."""
+        return self._socket.has_more
+
+    @property
     def num_descriptors(self) -> int:
         """Number of descriptors that have come and were not taken."""
         return self._stream.num_descriptors if isinstance(self._stream, PlainStream) else 0

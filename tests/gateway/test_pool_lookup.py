@@ -1,0 +1,237 @@
+"""How the gateway asks a real pool which blocks of a prompt it has: on its event loop, and in threads."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvtier.config import parse_config
+from kvtier.identity.keys import BlockHasher, BlockKey, NamespaceId, PrefixHasher, StoreKey, rank_keys, tenant_id
+from kvtier.net.certificates import TlsFiles
+from kvtier.net.tls import ClientTls
+from kvtier.testing.blocks import summed
+from kvtier.testing.faulty_link import FaultyLink, LinkFault
+from kvtier.tiers.pool.access import PoolAccess, plain_calls
+from kvtier_gateway.keying.pool import PoolLookup
+from kvtier_gateway.metrics import GatewayMetrics
+from pool_rig import TOKENS, WAIT_S, connect, pool_process
+from suspending import suspend, suspended
+
+RANKS = [NamespaceId(bytes([number]) * 16) for number in (1, 2)]
+NUM_THERE = {"red": (300, 40), "blue": (7, 7)}
+"""How many leading blocks the pool has of each tenant's prompt, by rank."""
+NUM_KEYS = 320
+
+
+def block_keys(tenant: str) -> list[BlockKey]:
+    hasher = BlockHasher(tenant_id(tenant), PrefixHasher(4 * b"secret" + tenant.encode(), "", 16))
+    return hasher.hash_blocks(np.arange(16 * NUM_KEYS, dtype=np.int32))
+
+
+KEYS = {tenant: block_keys(tenant) for tenant in NUM_THERE}
+
+
+def fill(address: str) -> None:
+    for tenant, numbers in NUM_THERE.items():
+        with contextlib.closing(connect(address, tenant)) as tier:
+            for rank, number in zip(RANKS, numbers, strict=True):
+                keys: Sequence[StoreKey] = rank_keys(KEYS[tenant][:number], rank)
+                tier.write([summed(key, bytes(64)) for key in keys])
+
+
+class Lookups:
+    """A `PoolLookup`, and how many of its lookups went through threads."""
+
+    def __init__(self, address: str, *, timeout_s: float = WAIT_S, call_timeout_s: float = WAIT_S) -> None:
+        tenants = {name: {"token": f"env:{name}"} for name in TOKENS}
+        breaker = {"call_timeout_s": call_timeout_s, "breaker_failures": 2, "breaker_open_s": 0.2}
+        tables = {"tenants": tenants, "pool": {"address": address, **breaker}}
+        config = parse_config(tables, source="test", folder=Path(), environ=TOKENS)
+        self.registry = CollectorRegistry()
+        self.lookup = PoolLookup(config, GatewayMetrics(self.registry), timeout_s)
+        self.num_in_threads = 0
+        ask = self.lookup._ask
+
+        def counted(keys: Sequence[BlockKey], namespaces: Sequence[NamespaceId]) -> int | None:
+            self.num_in_threads += 1
+            return ask(keys, namespaces)
+
+        self.lookup._ask = counted  # type: ignore[method-assign] # counts, and does the same
+
+    async def ask(self, tenant: str = "red", num_keys: int = 20, ranks: Sequence[NamespaceId] = RANKS) -> int | None:
+        return await self.lookup.num_leading(tenant, KEYS[tenant][:num_keys], ranks)
+
+    async def until_on_loop(self, tenant: str = "red") -> None:
+        """Asks until a right answer has come through no thread."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                before = self.num_in_threads
+                found = await self.ask(tenant, 5)
+                if found == 5 and self.num_in_threads == before:
+                    return
+                await asyncio.sleep(0.01)
+
+    def num_looked_up(self) -> float:
+        """Blocks, as metrics count them."""
+        values = (
+            self.registry.get_sample_value(
+                "kvtier_tier_blocks_total", {"tier": "pool", "op": "lookup", "status": status}
+            )
+            for status in ("hit", "miss")
+        )
+        return sum(value or 0.0 for value in values)
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(3 * WAIT_S):
+            await body()
+
+    asyncio.run(bounded())
+
+
+@contextlib.asynccontextmanager
+async def heartbeat() -> AsyncIterator[list[int]]:
+    """Counts how often the event loop came round in steps of 10 ms."""
+    beats = [0]
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            beats[0] += 1
+
+    task = asyncio.create_task(beat())
+    try:
+        yield beats
+    finally:
+        task.cancel()
+
+
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+def test_few_keys_are_asked_for_by_the_loop_and_many_in_threads(tmp_path: Path, way: str) -> None:
+    socket = f"unix:{tmp_path / 'pool.sock'}"
+    with pool_process(f"--listen={socket}") as pool:
+        fill(pool.block)
+        lookups = Lookups(socket if way == "unix" else pool.block.partition(",")[0])
+
+        async def body() -> None:
+            assert await lookups.ask() == 20
+            assert lookups.num_in_threads == 1, "nothing is connected before the first lookup"
+            await lookups.until_on_loop("red")
+            await lookups.until_on_loop("blue")
+            before, blocks_before = lookups.num_in_threads, lookups.num_looked_up()
+            asked = [("red", 20), ("blue", 20), ("red", 100), ("blue", 7), ("red", 1)]
+            assert await asyncio.gather(*(lookups.ask(*each) for each in asked)) == [20, 7, 40, 7, 1]
+            assert lookups.num_in_threads == before
+            # For the second rank, only what the first one has is asked for.
+            assert lookups.num_looked_up() - blocks_before == 2 * 20 + (20 + 7) + 2 * 100 + 2 * 7 + 2
+            assert await lookups.ask("red", 0) is None
+            assert await asyncio.gather(*(lookups.ask("red", NUM_KEYS, RANKS[:1]) for _ in range(20))) == [300] * 20
+            assert lookups.num_in_threads > before, "more than 1,024 keys were under way"
+
+        run(body)
+        lookups.lookup.close()
+
+
+def test_an_answer_that_nobody_waits_for_any_longer_is_passed_over() -> None:
+    with pool_process() as pool:
+        fill(pool.block)
+        lookups = Lookups(pool.block)
+
+        async def body() -> None:
+            await lookups.until_on_loop()
+            before = lookups.num_in_threads
+            given_up = asyncio.create_task(lookups.ask("red", 20))
+            await asyncio.sleep(0)  # it is sent
+            given_up.cancel()
+            assert await lookups.ask("red", 9) == 9
+            assert lookups.num_in_threads == before
+
+        run(body)
+        lookups.lookup.close()
+
+
+def test_a_pool_that_dies_and_comes_back() -> None:
+    with pool_process() as pool:
+        fill(pool.block)
+        lookups = Lookups(pool.block)
+
+        async def body() -> None:
+            await lookups.until_on_loop()
+            suspend(pool.process.pid)
+            asked = [asyncio.create_task(lookups.ask()) for _ in range(3)]
+            await asyncio.sleep(0)  # they are sent
+            pool.kill()
+            assert set(await asyncio.gather(*asked)) <= {None, 0}  # 0 until the breaker opens
+            assert await lookups.ask() is None
+            again = pool.again()
+            try:
+                fill(again.block)
+                await lookups.until_on_loop()
+            finally:
+                again.kill()
+
+        run(body)
+        lookups.lookup.close()
+
+
+def test_a_pool_that_hangs_holds_up_nobody() -> None:
+    with pool_process() as pool:
+        fill(pool.block)
+        lookups = Lookups(pool.block, timeout_s=0.2, call_timeout_s=0.5)
+
+        async def body() -> None:
+            await lookups.until_on_loop()
+            with suspended(pool.process.pid):
+                async with heartbeat() as beats:
+                    for _ in range(4):
+                        assert set(await asyncio.gather(*(lookups.ask() for _ in range(100)))) == {None}
+                    assert beats[0] >= 20, "the loop has stood still"
+            await lookups.until_on_loop()
+
+        run(body)
+        lookups.lookup.close()
+
+
+@pytest.mark.parametrize("fault", [LinkFault.GARBAGE, LinkFault.RESET, LinkFault.BLACK_HOLE])
+def test_a_network_that_fails_costs_answers_and_heals(fault: LinkFault) -> None:
+    with pool_process() as pool:
+        fill(pool.block)
+        host, _, port = pool.block.rpartition(":")
+        link = FaultyLink((host, int(port)), seed=5)
+        with link.running() as address:
+            lookups = Lookups(address, timeout_s=0.5, call_timeout_s=0.5)
+
+            async def body() -> None:
+                await lookups.until_on_loop()
+                link.fail(fault)
+                async with heartbeat() as beats:
+                    for _ in range(3):
+                        await asyncio.gather(*(lookups.ask() for _ in range(20)))
+                        await asyncio.sleep(0.1)
+                    assert beats[0] >= 10, "the loop has stood still"
+                link.heal()
+                await lookups.until_on_loop()
+
+            run(body)
+            lookups.lookup.close()
+
+
+def test_only_plain_sockets_are_waited_at_by_the_loop() -> None:
+    def of(addresses: Sequence[str], *, tls: bool = False) -> bool:
+        files = ClientTls(TlsFiles(ca=Path("ca.pem")), None) if tls else None
+        access = PoolAccess(addresses=addresses, tenant=tenant_id("red"), token="t", tls=files)
+        calls = plain_calls(access)
+        if calls is not None:
+            calls.close()
+        return calls is not None
+
+    assert of(["127.0.0.1:1"])
+    assert of(["grpc:127.0.0.1:1", "unix:/a"])
+    assert not of(["grpc:127.0.0.1:1"])
+    assert not of(["127.0.0.1:1"], tls=True)
+    assert of(["127.0.0.1:1", "unix:/a"], tls=True)
