@@ -35,8 +35,8 @@ class _Asked(NamedTuple):
 class LoopLookup:
     """One tenant's lookups, over a connection of their own on which many may be under way. Event loop only.
 
-    For small batches, over a connection in the clear. Where `ask` cannot help, the caller asks in a thread instead,
-    whose breaker also says whether the pool is there at all.
+    For small batches, over a connection in the clear. Where it has no room, or fails, the caller asks in a thread
+    instead, whose breaker also says whether the pool is there at all.
     """
 
     def __init__(self, calls: PoolCalls, threads: Executor, counts: TimedCalls, *, timeout_s: float) -> None:
@@ -67,26 +67,25 @@ class LoopLookup:
             opening = loop.run_in_executor(self._threads, self._calls.open_connection, MONOTONIC() + self._timeout_s)
             opening.add_done_callback(self._opened)
 
-    def ask(self, keys: Sequence[StoreKey]) -> "asyncio.Future[list[Status] | None] | None":
-        """Sends a lookup. Does not block.
+    def has_room(self, num_keys: int) -> bool:
+        """Whether so many keys can be asked for now: there is a connection, and not too much is under way on it."""
+        if self._asked and MONOTONIC() - self._asked[0].sent_s > self._timeout_s:
+            self._drop()
+        return self._connection is not None and self._num_keys + num_keys <= _MOST_KEYS
 
-        :return: will be a status per key, in order, or None when the connection has failed meanwhile. None at once
-            where there is no connection, or too much is under way.
+    def ask(self, keys: Sequence[StoreKey]) -> "asyncio.Future[list[Status] | None]":
+        """Sends a lookup, for which there must be room. Does not block.
+
+        :return: will be a status per key, in order; None when the connection has failed meanwhile.
         """
-        now_s = MONOTONIC()
-        if self._asked and now_s - self._asked[0].sent_s > self._timeout_s:
-            self._drop()
-        if self._connection is None or self._num_keys + len(keys) > _MOST_KEYS:
-            return None
-        grouped = group(keys)
-        try:
-            self._connection.send(Verb.LOOKUP, {"groups": grouped.fields}, (), now_s + _REST_S)
-        except OSError:
-            self._drop()
-            return None
-        asked = _Asked(asyncio.get_running_loop().create_future(), grouped, now_s)
+        assert self._connection is not None, "there is no room without a connection"
+        asked = _Asked(asyncio.get_running_loop().create_future(), group(keys), MONOTONIC())
         self._asked.append(asked)
         self._num_keys += len(keys)
+        try:
+            self._connection.send(Verb.LOOKUP, {"groups": asked.grouped.fields}, (), asked.sent_s + _REST_S)
+        except OSError:
+            self._drop()
         return asked.statuses
 
     def close(self) -> None:

@@ -45,15 +45,16 @@ class PoolLookup:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-lookup")
         self._shared = None
         self._on_loop: dict[str, LoopLookup] = {}
+        """By tenant, where the way to the pool is a plain socket."""
         if self._tenants and config.pool.address:
             self._shared = self._stack.enter_context(shared_tier(of_tenants, (), self._metrics))
             counts = TimedCalls(POOL, self._metrics)
             tls = client_tls(pool_tls(config), config.pool.tls_server_name)
+            of_call_s = config.pool.call_timeout_s
             for tenant in self._tenants:
                 calls = plain_calls(pool_access(of_tenants, tenant, (), tls))
                 if calls is not None:
-                    timeout_s = config.pool.call_timeout_s
-                    self._on_loop[tenant] = LoopLookup(calls, self._threads, counts, timeout_s=timeout_s)
+                    self._on_loop[tenant] = LoopLookup(calls, self._threads, counts, timeout_s=of_call_s)
         self._num_pending = 0
 
     async def num_leading(
@@ -116,8 +117,11 @@ async def _num_leading(
     """Asks for one namespace after the other, as far as all before have the blocks. None: ask in a thread."""
     num_leading = len(keys)
     for namespace in namespaces:
-        asked = on_loop.ask(rank_keys(keys[:num_leading], namespace))
-        statuses = None if asked is None else await asked
+        if not num_leading:
+            break
+        if not on_loop.has_room(num_leading):
+            return None
+        statuses = await on_loop.ask(rank_keys(keys[:num_leading], namespace))
         if statuses is None:
             return None
         num_leading = _num_hits(statuses)
