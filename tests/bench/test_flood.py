@@ -8,9 +8,10 @@ from kvtier.errors import KvtierError
 from kvtier_bench.cases.flood import bench_flood
 
 
-def test_a_flood_is_measured_and_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_flood_is_measured_and_leaves_nothing_behind(capsys: pytest.CaptureFixture[str], apart: bool) -> None:
     means = ["lengths", "connections", "events"]
-    bench_flood(json=True, rounds=1, seconds=0.3, memory_mib=32, processes=2, means=means)
+    bench_flood(json=True, rounds=1, seconds=0.3, memory_mib=32, processes=2, means=means, apart=apart)
     report = json.loads(capsys.readouterr().out)
     for case in report["cases"]:
         figures = case["figures"]

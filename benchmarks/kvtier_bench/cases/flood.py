@@ -1,6 +1,6 @@
 """`kvtier bench flood`: what a tenant that floods a pool costs another one, beside neighbours that never call it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -11,11 +11,11 @@ from kvtier.cli.options import Json
 from kvtier.errors import KvtierError
 from kvtier.system.redis_process import redis_binary, redis_process
 from kvtier.system.working_folder import working_folder
-from kvtier_bench.cases.flood_rig import BLUE, Aftermath, Flooding, FloodRig
+from kvtier_bench.cases.flood_rig import BLUE, RED, Aftermath, Flooding, FloodRig
 from kvtier_bench.measuring.report import Case, Spread, held_against, ratios, report
 from kvtier_bench.measuring.rounds import percentile, progress
 from kvtier_bench.processes.flood_means import BLOCK_BYTES, MEANS
-from kvtier_bench.processes.pool_process import pool_of_tenants
+from kvtier_bench.processes.pool_process import PoolProcess, pool_of_tenants
 
 _PROCESS_BYTES = 100 << 20
 """What a pool's process may take beside its memory."""
@@ -32,6 +32,9 @@ def bench_flood(
     processes: Annotated[int, typer.Option(min=1, help="Processes of the tenant that floods.")] = 4,
     means: Annotated[list[str] | None, typer.Option(help="Only these means; may be repeated.")] = None,
     pause_ms: Annotated[float, typer.Option(min=0, help="Between two reads of a client of the steady tenant.")] = 10.0,
+    apart: Annotated[
+        bool, typer.Option("--apart", help="The tenant that floods has a pool of its own on this machine.")
+    ] = False,
 ) -> None:
     """Read a working set that its tenant is owed, beside another tenant that floods the pool by every means at once.
 
@@ -39,15 +42,18 @@ def bench_flood(
     disk; its working set is three quarters of that half, read over shared memory and over TCP, a prompt of 1 MiB every
     few milliseconds, and what it misses it writes again. Red floods. In turn with that, burners that never call the
     pool take as much processor, at the same priority, as red's clients and the pool have taken for red: one burner for
-    each of red's processes, and two for the pool. So what differs is what blue waits for inside of the pool.
+    each of red's processes, and two for the pool. So what differs is what blue waits for inside of the pool. With
+    --apart, red floods a pool of its own with the same tiers, whose memory and sockets are then reported.
     """
     chosen = list(means or MEANS)
     if unknown := set(chosen) - set(MEANS):
         raise KvtierError(f"no means {', '.join(sorted(unknown))}: there are {', '.join(MEANS)}")
     how = Flooding(memory_mib << 20, chosen, min(processes, len(chosen)), pause_ms / 1000)
     with working_folder() as folder, ExitStack() as stack:
-        settings, notes = _settings(folder, how.memory_bytes, stack)
-        pools = stack.enter_context(pool_of_tenants(folder, how.memory_bytes, settings, how.tenants()))
+        pools, notes = _pools(folder, how, stack)
+        if apart:
+            (others := folder / RED).mkdir()
+            pools = {**pools, RED: _pools(others, how, stack)[0][RED]}
         rig = FloodRig(pools, how, stack)
         with progress("pairs of rounds", 1 + rounds) as advance:
             rig.measure_quiet(seconds)
@@ -58,7 +64,18 @@ def bench_flood(
                 advance()
         aftermath = rig.aftermath()
     cases = [_case(rig, path, aftermath) for path in rig.blue]
-    report("A flood beside a steady tenant", cases, as_json=json, notes=[*notes, *_notes(rig, cases, aftermath)])
+    report(
+        f"A flood beside a steady tenant{' of another pool' if apart else ''}",
+        cases,
+        as_json=json,
+        notes=[*notes, *_notes(rig, cases, aftermath)],
+    )
+
+
+def _pools(folder: Path, how: Flooding, stack: ExitStack) -> tuple[Mapping[str, PoolProcess], list[str]]:
+    """One pool as each tenant reaches it, and what is to be said of its tiers."""
+    settings, notes = _settings(folder, how.memory_bytes, stack)
+    return stack.enter_context(pool_of_tenants(folder, how.memory_bytes, settings, how.tenants())), notes
 
 
 def _settings(folder: Path, memory_bytes: int, stack: ExitStack) -> tuple[list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""A pool with a steady tenant, and neighbours of it that take turns: one that floods the pool, and burners."""
+"""A steady tenant of a pool, and neighbours that take turns: one that floods this pool or another, and burners."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -112,11 +112,12 @@ class FloodRig:
     def __init__(self, pools: Mapping[str, PoolProcess], how: Flooding, stack: ExitStack) -> None:
         """Returns with blue's working set in place.
 
+        :param pools: the pool of each tenant: of one process, or blue's and red's of one each.
         :param stack: ends all processes.
         """
         self.how, self._pools = how, pools
-        self._pid = pools[BLUE].pid
-        self._pool_clock = process_clock(self._pid)
+        self._pids = sorted({pool.pid for pool in pools.values()})
+        self._clocks = [process_clock(pid) for pid in self._pids]
         paths = [SHM if pools[BLUE].shared_memory else "unix", "tcp"]
         num_prompts = max(1, how.working_set_bytes // len(paths) // (_PROMPT_BLOCKS * BLOCK_BYTES))
         work = SteadyWork(num_prompts, _PROMPT_BLOCKS, BLOCK_BYTES, how.pause_s)
@@ -179,11 +180,11 @@ class FloodRig:
 
     def aftermath(self) -> Aftermath:
         """Waits until the pool is at rest and has closed red's connections, ten seconds at the most."""
-        await_rest([self._pid])
+        await_rest(self._pids)
         deadline = MONOTONIC() + _PATIENCE_S
         after = self._vitals()
         while (after.num_sockets or 0) > (self._before.num_sockets or 0) and MONOTONIC() < deadline:
-            await_rest([self._pid])
+            await_rest(self._pids)
             after = self._vitals()
         num_red = num_connections(self._pools[RED])
         served = {name: is_served(pool) for name, pool in self._pools.items()}
@@ -191,9 +192,9 @@ class FloodRig:
 
     def _begin(self) -> float:
         """The pool's clock when it has done what the last round left, and blue has its working set again."""
-        await_rest([self._pid])
+        await_rest(self._pids)
         self._warm_up()
-        await_rest([self._pid])
+        await_rest(self._pids)
         return self._pool_clock()
 
     def _warm_up(self) -> None:
@@ -212,9 +213,14 @@ class FloodRig:
         answer = self._blue_connection.ask(Verb.USAGE, {}, (), MONOTONIC() + _PATIENCE_S)
         return next(tier.number("used_bytes") for tier in answer.maps("tiers") if tier.text("name") == "memory")
 
+    def _pool_clock(self) -> float:
+        """Processor seconds of all pools."""
+        return sum(clock() for clock in self._clocks)
+
     def _vitals(self) -> Vitals:
-        await_rest([self._pid])
-        return Vitals.of(self._pid)
+        """What red's pool takes when all are at rest."""
+        await_rest(self._pids)
+        return Vitals.of(self._pools[RED].pid)
 
 
 def dial(pool: PoolProcess) -> PoolConnection:
