@@ -97,9 +97,9 @@ class PlainStream:
         """Whether the peer is on this machine by way of a Unix socket, so that descriptors can be passed."""
         return self._socket.family == socket.AF_UNIX and sys.platform == "linux"
 
-    @property
-    def descriptor(self) -> int:
-        """The descriptor of the socket, to be waited at."""
+    def for_event_loop(self) -> int:
+        """Makes every call return at once from now on; returns the descriptor to wait at instead."""
+        self._socket.setblocking(False)
         return self._socket.fileno()
 
     def wait(self, into: memoryview) -> int:

@@ -91,10 +91,29 @@ class FrameSocket:
             self._note_delay()
         return self._start < self._stop
 
-    @property
-    def has_more(self) -> bool:
-        """Whether bytes have come that were not asked for yet."""
-        return self._start < self._stop
+    def has_head(self) -> bool:
+        """Whether the whole header of the next frame has come. Receives what is there, without waiting.
+
+        Raises `ConnectionResetError` when the peer has closed the connection, and `InvalidInputError` for a header
+        above 16 KiB, which would not be received before it is asked for.
+        """
+        if self._is_head_ahead():
+            return True
+        rest = bytes(self._ahead[self._start : self._stop])
+        self._ahead[: len(rest)] = rest
+        self._start, self._stop = 0, len(rest)
+        count = self._stream.poll(self._ahead[self._stop :])
+        if count == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        self._stop += count or 0
+        return self._is_head_ahead()
+
+    def _is_head_ahead(self) -> bool:
+        ahead = self._ahead[self._start : self._stop]
+        if len(ahead) < PRELUDE_BYTES:
+            return False
+        header_bytes, _ = decode_prelude(ahead[:PRELUDE_BYTES], _AHEAD_BYTES - PRELUDE_BYTES)
+        return len(ahead) >= PRELUDE_BYTES + header_bytes
 
     def receive_head(
         self,

@@ -2,11 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from kvtier.config import parse_config
@@ -21,6 +25,8 @@ from kvtier_gateway.metrics import GatewayMetrics
 from pool_rig import TOKENS, WAIT_S, connect, pool_process
 from suspending import suspend, suspended
 
+uvloop.run(asyncio.sleep(0))
+"""The first loop of uvloop's in a process leaves a pipe open."""
 RANKS = [NamespaceId(bytes([number]) * 16) for number in (1, 2)]
 NUM_THERE = {"red": (300, 40), "blue": (7, 7)}
 """How many leading blocks the pool has of each tenant's prompt, by rank."""
@@ -46,10 +52,12 @@ def fill(address: str) -> None:
 class Lookups:
     """A `PoolLookup`, and how many of its lookups went through threads."""
 
-    def __init__(self, address: str, *, timeout_s: float = WAIT_S, call_timeout_s: float = WAIT_S) -> None:
+    def __init__(
+        self, address: str | Sequence[str], *, timeout_s: float = WAIT_S, call_timeout_s: float = WAIT_S, **pool: float
+    ) -> None:
         tenants = {name: {"token": f"env:{name}"} for name in TOKENS}
-        breaker = {"call_timeout_s": call_timeout_s, "breaker_failures": 2, "breaker_open_s": 0.2}
-        tables = {"tenants": tenants, "pool": {"address": address, **breaker}}
+        calls = {"call_timeout_s": call_timeout_s, "breaker_failures": 2, "breaker_open_s": 0.2}
+        tables = {"tenants": tenants, "pool": {"address": address, **calls, **pool}}
         config = parse_config(tables, source="test", folder=Path(), environ=TOKENS)
         self.registry = CollectorRegistry()
         self.lookup = PoolLookup(config, GatewayMetrics(self.registry), timeout_s)
@@ -86,12 +94,17 @@ class Lookups:
         return sum(value or 0.0 for value in values)
 
 
-def run(body: Callable[[], Awaitable[None]]) -> None:
+def run(body: Callable[[], Coroutine[None, None, None]]) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(3 * WAIT_S):
             await body()
 
-    asyncio.run(bounded())
+    uvloop.run(bounded())  # as the gateway does
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.tiers.pool.pause.PAUSE_S", 0.2)
 
 
 @contextlib.asynccontextmanager
@@ -113,10 +126,10 @@ async def heartbeat() -> AsyncIterator[list[int]]:
 
 @pytest.mark.parametrize("way", ["unix", "tcp"])
 def test_few_keys_are_asked_for_by_the_loop_and_many_in_threads(tmp_path: Path, way: str) -> None:
-    socket = f"unix:{tmp_path / 'pool.sock'}"
-    with pool_process(f"--listen={socket}") as pool:
+    path = f"unix:{tmp_path / 'pool.sock'}"
+    with pool_process(f"--listen={path}") as pool:
         fill(pool.block)
-        lookups = Lookups(socket if way == "unix" else pool.block.partition(",")[0])
+        lookups = Lookups(path if way == "unix" else pool.block.partition(",")[0])
 
         async def body() -> None:
             assert await lookups.ask() == 20
@@ -132,6 +145,10 @@ def test_few_keys_are_asked_for_by_the_loop_and_many_in_threads(tmp_path: Path, 
             assert await lookups.ask("red", 0) is None
             assert await asyncio.gather(*(lookups.ask("red", NUM_KEYS, RANKS[:1]) for _ in range(20))) == [300] * 20
             assert lookups.num_in_threads > before, "more than 1,024 keys were under way"
+            assert await asyncio.gather(*(lookups.ask("red", 1, RANKS[:1]) for _ in range(150))) == [1] * 150
+            blocks_before = lookups.num_looked_up()
+            assert await asyncio.gather(*(lookups.ask("red", 300) for _ in range(6))) == [40] * 6
+            assert lookups.num_looked_up() - blocks_before == 6 * 600, "each block is asked for once in each rank"
 
         run(body)
         lookups.lookup.close()
@@ -221,17 +238,87 @@ def test_a_network_that_fails_costs_answers_and_heals(fault: LinkFault) -> None:
             lookups.lookup.close()
 
 
+@contextlib.contextmanager
+def listener(*, closes: bool) -> Iterator[tuple[str, list[int]]]:
+    """A server that greets nobody: it closes connections, or leaves them alone. Its address, and how many have come."""
+    num_come, held = [0], list[socket.socket]()
+    ending = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.05)
+
+        def serve() -> None:
+            while not ending.is_set():
+                with contextlib.suppress(TimeoutError):
+                    connected, _ = server.accept()
+                    num_come[0] += 1
+                    if closes:
+                        connected.close()
+                    else:
+                        held.append(connected)
+
+        thread = threading.Thread(target=serve, name="kvtier-test-listener")
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}", num_come
+        finally:
+            ending.set()
+            thread.join(WAIT_S)
+            for connected in held:
+                connected.close()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_an_address_that_greets_nobody_costs_little(closes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is taken, and this one is not tried again with each lookup."""
+    monkeypatch.setattr("kvtier.tiers.pool.pause.PAUSE_S", 10.0)
+    with pool_process() as pool, listener(closes=closes) as (bad, num_come):
+        fill(pool.block)
+        lookups = Lookups([bad, pool.block], connect_timeout_s=0.2)
+
+        async def body() -> None:
+            await asyncio.gather(lookups.until_on_loop("red"), lookups.until_on_loop("blue"))
+            before = num_come[0]
+            assert before <= 2 * 3, "one for each tenant ahead, by its threads, and by the loop"
+            for _ in range(50):
+                assert await asyncio.gather(lookups.ask("red"), lookups.ask("blue")) == [20, 7]
+            assert num_come[0] == before
+
+        run(body)
+        lookups.lookup.close()
+
+
+def test_an_only_address_that_greets_nobody_is_not_tried_with_each_lookup() -> None:
+    with listener(closes=True) as (bad, num_come):
+        lookups = Lookups([bad], connect_timeout_s=0.2, breaker_failures=1000)
+
+        async def body() -> None:
+            for _ in range(100):
+                await lookups.ask()
+
+        began_s = time.monotonic()
+        run(body)
+        num_pauses = (time.monotonic() - began_s) / 0.2
+        # Each lookup connects once in a thread, which is for the breaker to bound.
+        assert num_come[0] <= 100 + 2 + num_pauses + 1
+        lookups.lookup.close()
+
+
+def test_closing_waits_for_a_connection_that_is_being_opened() -> None:
+    with pool_process() as pool, listener(closes=False) as (bad, _):
+        fill(pool.block)
+        lookups = Lookups([bad, pool.block], connect_timeout_s=0.5)
+        assert asyncio.run(lookups.ask()) == 20  # the loop is closed before the connection is there
+        lookups.lookup.close()
+
+
 def test_only_plain_sockets_are_waited_at_by_the_loop() -> None:
-    def of(addresses: Sequence[str], *, tls: bool = False) -> bool:
+    def ways(addresses: Sequence[str], *, tls: bool = False) -> int:
         files = ClientTls(TlsFiles(ca=Path("ca.pem")), None) if tls else None
         access = PoolAccess(addresses=addresses, tenant=tenant_id("red"), token="t", tls=files)
-        calls = plain_calls(access)
-        if calls is not None:
-            calls.close()
-        return calls is not None
+        return len(plain_calls(access))
 
-    assert of(["127.0.0.1:1"])
-    assert of(["grpc:127.0.0.1:1", "unix:/a"])
-    assert not of(["grpc:127.0.0.1:1"])
-    assert not of(["127.0.0.1:1"], tls=True)
-    assert of(["127.0.0.1:1", "unix:/a"], tls=True)
+    assert ways(["127.0.0.1:1"]) == 1
+    assert ways(["grpc:127.0.0.1:1", "127.0.0.1:1", "unix:/a"]) == 2
+    assert ways(["grpc:127.0.0.1:1"]) == 0
+    assert ways(["127.0.0.1:1"], tls=True) == 0
+    assert ways(["127.0.0.1:1", "unix:/a"], tls=True) == 1

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from kvtier.errors import InvalidInputError
 from kvtier.net.stream import PlainStream
 from kvtier.protocol import block_socket
+from kvtier.protocol.block import HeadEncoder
 from kvtier.protocol.block_socket import FrameSocket
 
 LOOK_S = 2e-6
@@ -88,3 +90,58 @@ def test_the_last_two_answers_of_a_read_go_out_in_one_system_call(payload: tuple
     assert len(came) > 1000 * len(payload) + 30
     for end in (sender, receiver):
         end.close()
+
+
+def test_whether_a_header_is_there_is_asked_without_waiting() -> None:
+    """By an event loop: whatever has come so far, and wherever it was cut."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        stream = PlainStream(ours)
+        stream.for_event_loop()
+        frames, encoder = FrameSocket(stream), HeadEncoder()
+        wire = b"".join(bytes(encoder.encode({"id": number, "text": "x" * 50 * number})) for number in range(3))
+        found = []
+        for at in range(len(wire)):
+            assert not frames.has_head()
+            theirs.sendall(wire[at : at + 1])
+            while frames.has_head():
+                fields, _ = frames.receive_head(deadline=0.0)
+                found.append(fields.number("id"))
+        assert found == [0, 1, 2]
+        theirs.sendall(wire * 2)  # several at once, and more than the room holds in several turns
+        found.clear()
+        while len(found) < 6:
+            assert frames.has_head()
+            found.append(frames.receive_head(deadline=0.0)[0].number("id"))
+        assert found == [0, 1, 2] * 2
+        theirs.sendall(encoder.encode({"id": 1, "text": "x" * (16 << 10)}))
+        with pytest.raises(InvalidInputError):
+            frames.has_head()
+        theirs.close()
+
+
+def test_an_end_is_told_apart_from_nothing() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        stream = PlainStream(ours)
+        stream.for_event_loop()
+        frames = FrameSocket(stream)
+        assert not frames.has_head()
+        theirs.close()
+        with pytest.raises(ConnectionResetError):
+            frames.has_head()
+
+
+def test_an_event_loop_does_not_wait_for_a_peer_that_receives_nothing() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        stream = PlainStream(ours)
+        stream.for_event_loop()
+        frames = FrameSocket(stream)
+
+        def fill() -> None:
+            for _ in range(1 << 20):
+                frames.send_frame({"text": "x" * 1000}, deadline=0.0)
+
+        with pytest.raises(TimeoutError):
+            fill()

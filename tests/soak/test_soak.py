@@ -51,3 +51,9 @@ def test_growth_is_noticed(tmp_path: Path) -> None:
     ]
     soak.look_at_growth(calm_from_s=50.0)
     assert len(soak.report.problems) == 2
+    soak.report.samples = [
+        Sample(pool=0, at_s=at, memory_bytes=MIB, slab_bytes=0, descriptors=60 if at == 90 else 10, threads=9)
+        for at in range(100)
+    ]
+    soak.look_at_growth(calm_from_s=50.0)
+    assert len(soak.report.problems) == 2, "a burst is no growth"

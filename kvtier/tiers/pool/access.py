@@ -61,21 +61,22 @@ def open_transport(access: PoolAccess, metrics: Metrics, *, connect_ahead: bool 
     return transports[0][1] if len(transports) == 1 else PathsTransport(transports)
 
 
-def plain_calls(access: PoolAccess) -> PoolCalls | None:
-    """Connections by the best way that is a socket without TLS, which an event loop can wait at. None: there is none.
-    Does not block."""
-    plain = [each for each in filter(access.may_use, access.addresses) if rank(each) == 0 or access.tls is None]
-    address = min(plain, key=rank, default=GRPC_PREFIX)
-    if address.startswith(GRPC_PREFIX):
-        return None
-    return PoolCalls(
-        Address.parse(address),
-        access.token,
-        access.tenant,
-        connect_timeout_s=access.connect_timeout_s,
-        tls=None,
-        namespaces=access.namespaces,
-    )
+def plain_calls(access: PoolAccess) -> list[PoolCalls]:
+    """The ways on which an event loop can wait for answers, the best first: Unix sockets, and TCP without TLS. Connects
+    to nobody yet; the caller closes them."""
+    ordered = sorted(filter(access.may_use, access.addresses), key=rank)
+    return [
+        PoolCalls(
+            Address.parse(address),
+            access.token,
+            access.tenant,
+            connect_timeout_s=access.connect_timeout_s,
+            tls=None,
+            namespaces=access.namespaces,
+        )
+        for address in ordered
+        if address.startswith(UNIX_PREFIX) or (access.tls is None and not address.startswith(GRPC_PREFIX))
+    ]
 
 
 def rank(address: str) -> int:

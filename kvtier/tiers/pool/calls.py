@@ -49,9 +49,13 @@ class PoolCalls:
 
     def connect(self) -> None:
         """Opens a connection ahead of the first call. Blocks up to `connect_timeout_s`; raises as calls do."""
+        self._give_back(self.open_new())
+
+    def open_new(self) -> PoolConnection:
+        """Returns a connection that belongs to the caller, who closes it. Blocks up to `connect_timeout_s`; raises as
+        calls do."""
         with self._translated():
-            connection = self.open_connection(MONOTONIC() + self._connect_timeout_s)
-        self._give_back(connection)
+            return self.open_connection(MONOTONIC() + self._connect_timeout_s)
 
     def call(self, verb: Verb, fields: Mapping[str, object], deadline: float) -> Call:
         """One request without a payload; see `call_with`."""

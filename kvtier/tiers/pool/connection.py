@@ -171,16 +171,21 @@ class PoolConnection:
         if self._unread_bytes:
             raise InvalidInputError(f"a payload of {self._unread_bytes} bytes where none belongs")
 
-    @property
-    def descriptor(self) -> int:
-        """The descriptor to wait at for answers, by whoever waits for other things as well. Only without TLS."""
-        assert isinstance(self._stream, PlainStream), "TLS keeps bytes that the descriptor does not tell of"
-        return self._stream.descriptor
+    def for_event_loop(self) -> int:
+        """Makes the connection one of an event loop's: nothing waits any more. `has_answer` says whether there is an
+        answer to receive, and a request that the socket does not take at once is a `TimeoutError`.
 
-    @property
-    def has_more(self) -> bool:
-        """Whether bytes have come beyond the last answer: nobody is told of them at the descriptor."""
-        return self._socket.has_more
+        :return: the descriptor to wait at. Not with TLS, which keeps bytes that the descriptor does not tell of.
+        """
+        assert isinstance(self._stream, PlainStream), "an event loop cannot wait for TLS"
+        return self._stream.for_event_loop()
+
+    def has_answer(self) -> bool:
+        """Whether the next answer has come; its payload may not have. Receives what is there, without waiting.
+
+        Raises `ConnectionResetError` when the pool has ended the connection.
+        """
+        return self._socket.has_head()
 
     @property
     def num_descriptors(self) -> int:

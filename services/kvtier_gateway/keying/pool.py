@@ -15,18 +15,21 @@ from kvtier.net.tls import client_tls
 from kvtier.tiers.base import Status
 from kvtier.tiers.common.metered import TimedCalls
 from kvtier.tiers.pool.access import plain_calls
-from kvtier_gateway.keying.loop_lookup import LoopLookup
+from kvtier_gateway.keying.loop_lookup import MOST_KEYS, LoopLookup
 from kvtier_gateway.metrics import GatewayMetrics
 
 _THREADS = 4
 _MOST_PENDING = 64
 """Lookups that may wait for a thread: a pool that hangs must not gather the prompts of all requests."""
+_PATIENCE = 10
+"""How many times as long as a request waits, the loop's connection waits for an answer before it is given up."""
 
 
 class PoolLookup:
     """Asks the pool with the credentials of the tenants that the gateway has tokens of. Event loop only.
 
-    Small prompts are asked for by the event loop itself, others, and all over TLS and gRPC, in threads.
+    Prompts of up to `MOST_KEYS` blocks are asked for by the event loop itself; larger ones, and all over TLS and gRPC,
+    in threads.
     """
 
     def __init__(self, config: Config, metrics: GatewayMetrics, timeout_s: float) -> None:
@@ -37,25 +40,32 @@ class PoolLookup:
         :raises ConfigError: credentials or files for TLS are no good.
         """
         self._timeout_s = timeout_s
-        self._stack = contextlib.ExitStack()
         self._tenants = frozenset(name for name, table in config.tenants.items() if table.token is not None)
         self._metrics = Metrics(metrics.registry)
         self._lookups = metrics.pool_lookups
         of_tenants = config.model_copy(update={"tenant": None, "gateway_tenants": sorted(self._tenants)})
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-lookup")
         self._shared = None
         self._on_loop: dict[str, LoopLookup] = {}
         """By tenant, where the way to the pool is a plain socket."""
-        if self._tenants and config.pool.address:
-            self._shared = self._stack.enter_context(shared_tier(of_tenants, (), self._metrics))
-            counts = TimedCalls(POOL, self._metrics)
-            tls = client_tls(pool_tls(config), config.pool.tls_server_name)
-            of_call_s = config.pool.call_timeout_s
-            for tenant in self._tenants:
-                calls = plain_calls(pool_access(of_tenants, tenant, (), tls))
-                if calls is not None:
-                    self._on_loop[tenant] = LoopLookup(calls, self._threads, counts, timeout_s=of_call_s)
         self._num_pending = 0
+        with contextlib.ExitStack() as stack:
+            self._threads = _executor(stack, _THREADS, "kvtier-lookup")
+            if self._tenants and config.pool.address:
+                self._shared = stack.enter_context(shared_tier(of_tenants, (), self._metrics))
+                self._begin_on_loop(of_tenants, stack)
+            self._stack = stack.pop_all()
+
+    def _begin_on_loop(self, config: Config, stack: contextlib.ExitStack) -> None:
+        counts = TimedCalls(POOL, self._metrics)
+        connecting = _executor(
+            stack, 1, "kvtier-connect"
+        )  # not the lookups' threads: a pool that hangs would take them
+        tls = client_tls(pool_tls(config), config.pool.tls_server_name)
+        patience_s = min(config.pool.call_timeout_s, _PATIENCE * self._timeout_s)
+        for tenant in self._tenants:
+            if ways := plain_calls(pool_access(config, tenant, (), tls)):
+                self._on_loop[tenant] = LoopLookup(ways, connecting, counts, timeout_s=patience_s)
+                stack.callback(self._on_loop[tenant].close)
 
     async def num_leading(
         self, tenant: str, keys: Sequence[BlockKey], namespaces: Collection[NamespaceId]
@@ -63,19 +73,14 @@ class PoolLookup:
         """How many of the leading blocks the pool has in all namespaces; None where nobody knows."""
         if self._shared is None or tenant not in self._tenants or not keys or not namespaces:
             return None
-        on_loop = self._on_loop.get(tenant)
         try:
             async with asyncio.timeout(self._timeout_s):
-                found = None if on_loop is None else await _num_leading(on_loop, keys, namespaces)
-                if found is None:
-                    if self._num_pending >= _MOST_PENDING:
-                        self._lookups.labels("not_asked").inc()
-                        return None
-                    found = await self._in_thread(keys, tuple(namespaces))
-                    if found is not None and on_loop is not None:
-                        on_loop.open()
+                found = await self._num_leading(self._on_loop.get(tenant), keys, list(namespaces))
         except TimeoutError:
             self._lookups.labels("late").inc()
+            return None
+        except _NotAskedError:
+            self._lookups.labels("not_asked").inc()
             return None
         except KvtierError:
             found = None
@@ -84,12 +89,32 @@ class PoolLookup:
 
     def close(self) -> None:
         """Ends connections. Waits for lookups under way, each up to `pool.call_timeout_s`."""
-        for on_loop in self._on_loop.values():
-            on_loop.close()
-        self._threads.shutdown(cancel_futures=True)
         self._stack.close()
 
+    async def _num_leading(
+        self, on_loop: LoopLookup | None, keys: Sequence[BlockKey], namespaces: list[NamespaceId]
+    ) -> int | None:
+        """Asks for one namespace after the other, as far as all before have the blocks: by the loop as long as it can,
+        in a thread for the rest."""
+        num_leading = len(keys)
+        if on_loop is not None:
+            on_loop.end_if_late()
+            while namespaces and num_leading and on_loop.has_room(num_leading):
+                statuses = await on_loop.ask(rank_keys(keys[:num_leading], namespaces[0]))
+                if statuses is None:
+                    break
+                num_leading = _num_hits(statuses)
+                del namespaces[0]
+            if not namespaces or not num_leading:
+                return num_leading
+        found = await self._in_thread(keys[:num_leading], namespaces)
+        if on_loop is not None and found is not None and len(keys) <= MOST_KEYS:
+            on_loop.open()
+        return found
+
     async def _in_thread(self, keys: Sequence[BlockKey], namespaces: Sequence[NamespaceId]) -> int | None:
+        if self._num_pending >= _MOST_PENDING:
+            raise _NotAskedError
         self._num_pending += 1
         asked = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, keys, namespaces)
         asked.add_done_callback(self._done)
@@ -111,23 +136,17 @@ class PoolLookup:
             asked.exception()  # it is told to whoever waits for it, and to nobody if nobody does
 
 
-async def _num_leading(
-    on_loop: LoopLookup, keys: Sequence[BlockKey], namespaces: Collection[NamespaceId]
-) -> int | None:
-    """Asks for one namespace after the other, as far as all before have the blocks. None: ask in a thread."""
-    num_leading = len(keys)
-    for namespace in namespaces:
-        if not num_leading:
-            break
-        if not on_loop.has_room(num_leading):
-            return None
-        statuses = await on_loop.ask(rank_keys(keys[:num_leading], namespace))
-        if statuses is None:
-            return None
-        num_leading = _num_hits(statuses)
-    return num_leading
+class _NotAskedError(Exception):
+    """Too many lookups wait for a thread."""
 
 
 def _num_hits(statuses: Sequence[Status]) -> int:
     """The number of hits before the first miss."""
     return next((i for i, status in enumerate(statuses) if status is not Status.HIT), len(statuses))
+
+
+def _executor(stack: contextlib.ExitStack, num_threads: int, name: str) -> ThreadPoolExecutor:
+    """Threads that `stack` waits for. What has not begun by then is cancelled."""
+    threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+    stack.callback(threads.shutdown, cancel_futures=True)
+    return threads
