@@ -57,9 +57,8 @@ class PoolLookup:
 
     def _begin_on_loop(self, config: Config, stack: contextlib.ExitStack) -> None:
         counts = TimedCalls(POOL, self._metrics)
-        connecting = _executor(
-            stack, 1, "kvtier-connect"
-        )  # not the lookups' threads: a pool that hangs would take them
+        # Not in the lookups' threads: an address that hangs would keep them.
+        connecting = _executor(stack, 1, "kvtier-connect")
         tls = client_tls(pool_tls(config), config.pool.tls_server_name)
         patience_s = min(config.pool.call_timeout_s, _PATIENCE * self._timeout_s)
         for tenant in self._tenants:
