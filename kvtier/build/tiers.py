@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvtier.codec.stored_form import Codec
@@ -11,7 +11,7 @@ from kvtier.config import Config, parse_config
 from kvtier.config.tls_files import pool_tls
 from kvtier.errors import ConfigError
 from kvtier.events import EventSink
-from kvtier.identity.keys import NamespaceId, StoreKey, tenant_id
+from kvtier.identity.keys import NamespaceId, StoreKey, TenantId, tenant_id
 from kvtier.memory import memfd
 from kvtier.memory.arena import Arena
 from kvtier.memory.pieces import Payload, Target
@@ -96,6 +96,8 @@ class SharedTier:
     tier: TierOf[Payload, Target]
     pin: Callable[[Sequence[StoreKey], float], int]
     """Calls `PoolTier.pin`; keys of several tenants are several calls."""
+    is_left_alone: Callable[[TenantId], bool]
+    """Whether the pool is not asked for this tenant at the moment, as it has failed: what it answers are misses."""
 
 
 @contextlib.contextmanager
@@ -110,7 +112,7 @@ def shared_tier(config: Config, namespaces: Sequence[NamespaceId], metrics: Metr
     _begin_pool(config, metrics)
     pool = _open_pool(config, namespaces, metrics)
     with contextlib.closing(pool.tier):
-        yield SharedTier(traced(Metered(pool.tier, metrics)), pool.pin)
+        yield replace(pool, tier=traced(Metered(pool.tier, metrics)))
 
 
 def _process_settings(config: Config, namespace: NamespaceId) -> ProcessSettings:
@@ -237,7 +239,8 @@ def _open_pool(config: Config, namespaces: Sequence[NamespaceId], metrics: Metri
     def pin(keys: Sequence[StoreKey], ttl_s: float) -> int:
         return sum(clients[tenant].pin(theirs, ttl_s) for tenant, theirs in both.by_tenant(keys).items())
 
-    return SharedTier(next(iter(clients.values())) if len(clients) == 1 else both, pin)
+    tier = next(iter(clients.values())) if len(clients) == 1 else both
+    return SharedTier(tier, pin, lambda tenant: clients[tenant].is_left_alone)
 
 
 def pool_access(config: Config, name: str, namespaces: Sequence[NamespaceId], tls: ClientTls | None) -> PoolAccess:

@@ -27,6 +27,8 @@ from kvtier.system.tracing import NO_CONTEXT, is_context, tracing
 
 VERSIONS = (1,)
 """What this release speaks, the newest first."""
+_MOST_SAID = 500
+"""Characters of a pool's message that are shown."""
 MAX_HEADER_BYTES = 8 << 20
 """The most bytes of a header: more than a write of 65,536 blocks needs."""
 MAX_HELLO_BYTES = 8192
@@ -99,9 +101,13 @@ def result_for(error: KvtierError) -> Result:
 
 
 def error_for(result: str, message: str) -> KvtierError:
-    """What a client raises for an answer that is not OK, of a newer pool too: `UnavailableError` if in doubt."""
+    """What a client raises for an answer that is not OK, of a newer pool too: `UnavailableError` if in doubt.
+
+    It has the beginning of what the pool says, in printable characters: it goes into logs.
+    """
     kind = next((kind for kind, known in _ERRORS if known == result), UnavailableError)
-    return kind(f"{result}: {message}")
+    said = "".join(char if char.isprintable() else "?" for char in f"{result}: {message}"[:_MOST_SAID])
+    return kind(said)
 
 
 def trace_field() -> dict[str, object]:

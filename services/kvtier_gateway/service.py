@@ -44,6 +44,8 @@ _READ_AHEAD_BYTES = 1 << 15
 """What is read ahead of an engine's answer for a client that is slow."""
 _KEEP_ALIVE_S = 2.0
 """How long connections to engines are kept: shorter than engines do, or a request would meet one that is closing."""
+_END_S = 0.2
+"""How long connections are waited for that are ended. aiohttp takes no time at all for no bound."""
 _LAST_ANSWERS_S = 0.5
 """What clients whose requests are cut get to hear so."""
 _LOOK_S = 0.05
@@ -185,7 +187,7 @@ class GatewayService:
         self, listening: socket.socket, handler: Handler, max_connections: int, context: ssl.SSLContext | None
     ) -> tuple[BoundedServer, asyncio.Server | TlsListener]:
         server = BoundedServer(handler, max_connections)
-        self._stack.push_async_callback(server.shutdown, 0.0)
+        self._stack.push_async_callback(server.shutdown, _END_S)
         listener: asyncio.Server | TlsListener
         if context is None:
             listener = await asyncio.get_running_loop().create_server(server, sock=listening, backlog=BACKLOG)

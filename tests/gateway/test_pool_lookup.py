@@ -5,7 +5,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,20 +53,26 @@ class Lookups:
     """A `PoolLookup`, and how many of its lookups went through threads."""
 
     def __init__(
-        self, address: str | Sequence[str], *, timeout_s: float = WAIT_S, call_timeout_s: float = WAIT_S, **pool: float
+        self,
+        address: str | Sequence[str],
+        *,
+        timeout_s: float = WAIT_S,
+        call_timeout_s: float = WAIT_S,
+        environ: Mapping[str, str] = TOKENS,
+        **pool: float,
     ) -> None:
         tenants = {name: {"token": f"env:{name}"} for name in TOKENS}
         calls = {"call_timeout_s": call_timeout_s, "breaker_failures": 2, "breaker_open_s": 0.2}
         tables = {"tenants": tenants, "pool": {"address": address, **calls, **pool}}
-        config = parse_config(tables, source="test", folder=Path(), environ=TOKENS)
+        config = parse_config(tables, source="test", folder=Path(), environ=environ)
         self.registry = CollectorRegistry()
         self.lookup = PoolLookup(config, GatewayMetrics(self.registry), timeout_s)
         self.num_in_threads = 0
         ask = self.lookup._ask
 
-        def counted(keys: Sequence[BlockKey], namespaces: Sequence[NamespaceId]) -> int | None:
+        def counted(tenant: str, keys: Sequence[BlockKey], namespaces: Sequence[NamespaceId]) -> int | None:
             self.num_in_threads += 1
-            return ask(keys, namespaces)
+            return ask(tenant, keys, namespaces)
 
         self.lookup._ask = counted  # type: ignore[method-assign] # counts, and does the same
 
@@ -308,6 +314,23 @@ def test_closing_waits_for_a_connection_that_is_being_opened() -> None:
         fill(pool.block)
         lookups = Lookups([bad, pool.block], connect_timeout_s=0.5)
         assert asyncio.run(lookups.ask()) == 20  # the loop is closed before the connection is there
+        lookups.lookup.close()
+
+
+def test_a_tenant_whose_token_is_wrong_takes_nothing_from_another() -> None:
+    with pool_process() as pool:
+        fill(pool.block)
+        lookups = Lookups(pool.block, environ=TOKENS | {"red": "another-token"})
+
+        async def body() -> None:
+            for _ in range(5):
+                assert not await lookups.ask("red")
+            assert await lookups.ask("red") is None, "nobody knows what the pool has of red's"
+            new = [lookups.lookup.num_leading("blue", KEYS["blue"][300:], RANKS) for _ in range(5)]
+            assert await asyncio.gather(*new) == [0] * 5, "the pool says that it has none"
+            await lookups.until_on_loop("blue")
+
+        run(body)
         lookups.lookup.close()
 
 

@@ -170,6 +170,9 @@ def test_fields_and_versions_of_the_future_do_no_harm(rig: CoreRig) -> None:
     assert (greeting.number("version"), greeting.text("result")) == (1, "ok")
     assert (answer.data("statuses"), answer.number("id")) == (b"", 7)
     assert isinstance(error_for("a result of the future", "x"), UnavailableError)
+    assert str(error_for("unavailable", "a\nforged line \x1b[31m" + "x" * 3000)) == (
+        "unavailable: a?forged line ?[31m" + "x" * (500 - len("unavailable: a?forged line ?[31m"))
+    )
 
 
 @pytest.mark.parametrize(

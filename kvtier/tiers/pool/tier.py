@@ -124,6 +124,7 @@ class PoolTier:
         self._name = name
         self._carriage = None if sealing is None else Carriage(sealing)
         self._clock = clock
+        self._breaker = breaker
         self._calls = RemoteCalls(
             name,
             metrics=metrics,
@@ -143,6 +144,11 @@ class PoolTier:
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether the pool has failed of late and is not asked: all answers are MISS and FAILED."""
+        return self._breaker.is_open
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
         """Asks the pool for a status per key, in order; MISS where no answer came in time."""

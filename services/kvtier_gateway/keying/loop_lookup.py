@@ -42,14 +42,18 @@ class LoopLookup:
     breaker also says whether the pool is there at all. No method blocks.
     """
 
-    def __init__(self, ways: Sequence[PoolCalls], threads: Executor, counts: TimedCalls, *, timeout_s: float) -> None:
+    def __init__(
+        self, tenant: str, ways: Sequence[PoolCalls], threads: Executor, counts: TimedCalls, *, timeout_s: float
+    ) -> None:
         """Connects to nobody yet.
 
+        :param tenant: the tenant's name, for the log.
         :param ways: open the connection, the best first; owned from now on.
         :param threads: where it is opened, as that blocks.
         :param timeout_s: how long the pool may take for an answer before the connection is given up.
         """
-        self._ways, self._threads, self._counts, self._timeout_s = ways, threads, counts, timeout_s
+        self._tenant, self._ways, self._threads = tenant, ways, threads
+        self._counts, self._timeout_s = counts, timeout_s
         self._connection: PoolConnection | None = None
         self._descriptor = -1
         """The descriptor of `_connection`, at which `_loop` waits."""
@@ -119,7 +123,7 @@ class LoopLookup:
         self._opening = None
         if (error := opening.exception()) is not None:
             self._pause.begin()
-            self._failed.warning(f"no connection of the event loop's own to the pool, lookups take threads: {error}")
+            self._failed.warning(f"lookups of tenant {self._tenant} take threads, no connection for them: {error}")
             return
         assert self._loop is not None, "it was opened for this loop"
         self._connection, self._has_answered = opening.result(), False
@@ -160,7 +164,7 @@ class LoopLookup:
             self._loop.remove_reader(self._descriptor)
         connection.close()
         if reason and self._asked:
-            self._failed.warning(f"the event loop's own connection to the pool has failed: {reason}")
+            self._failed.warning(f"the connection for lookups of tenant {self._tenant} has failed: {reason}")
         if not self._has_answered:
             self._pause.begin()
         self._num_keys = 0

@@ -9,8 +9,8 @@ from kvtier.build.tiers import POOL, pool_access, shared_tier
 from kvtier.config import Config
 from kvtier.config.tls_files import pool_tls
 from kvtier.errors import KvtierError
-from kvtier.identity.keys import BlockKey, NamespaceId, rank_keys
-from kvtier.metrics import OPEN_BREAKERS, Metrics
+from kvtier.identity.keys import BlockKey, NamespaceId, rank_keys, tenant_id
+from kvtier.metrics import Metrics
 from kvtier.net.tls import client_tls
 from kvtier.tiers.base import Status
 from kvtier.tiers.common.metered import TimedCalls
@@ -63,7 +63,7 @@ class PoolLookup:
         patience_s = min(config.pool.call_timeout_s, _PATIENCE * self._timeout_s)
         for tenant in self._tenants:
             if ways := plain_calls(pool_access(config, tenant, (), tls)):
-                self._on_loop[tenant] = LoopLookup(ways, connecting, counts, timeout_s=patience_s)
+                self._on_loop[tenant] = LoopLookup(tenant, ways, connecting, counts, timeout_s=patience_s)
                 stack.callback(self._on_loop[tenant].close)
 
     async def num_leading(
@@ -74,7 +74,7 @@ class PoolLookup:
             return None
         try:
             async with asyncio.timeout(self._timeout_s):
-                found = await self._num_leading(self._on_loop.get(tenant), keys, list(namespaces))
+                found = await self._num_leading(tenant, keys, list(namespaces))
         except TimeoutError:
             self._lookups.labels("late").inc()
             return None
@@ -90,12 +90,10 @@ class PoolLookup:
         """Ends connections. Waits for lookups under way, each up to `pool.call_timeout_s`."""
         self._stack.close()
 
-    async def _num_leading(
-        self, on_loop: LoopLookup | None, keys: Sequence[BlockKey], namespaces: list[NamespaceId]
-    ) -> int | None:
+    async def _num_leading(self, tenant: str, keys: Sequence[BlockKey], namespaces: list[NamespaceId]) -> int | None:
         """Asks for one namespace after the other, as far as all before have the blocks: by the loop as long as it can,
         in a thread for the rest."""
-        num_leading = len(keys)
+        on_loop, num_leading = self._on_loop.get(tenant), len(keys)
         if on_loop is not None:
             on_loop.end_if_late()
             while namespaces and num_leading and on_loop.has_room(num_leading):
@@ -106,28 +104,25 @@ class PoolLookup:
                 del namespaces[0]
             if not namespaces or not num_leading:
                 return num_leading
-        found = await self._in_thread(keys[:num_leading], namespaces)
+        found = await self._in_thread(tenant, keys[:num_leading], namespaces)
         if on_loop is not None and found is not None and len(keys) <= MOST_KEYS:
             on_loop.open()
         return found
 
-    async def _in_thread(self, keys: Sequence[BlockKey], namespaces: Sequence[NamespaceId]) -> int | None:
+    async def _in_thread(self, tenant: str, keys: Sequence[BlockKey], namespaces: Sequence[NamespaceId]) -> int | None:
         if self._num_pending >= _MOST_PENDING:
             raise _NotAskedError
         self._num_pending += 1
-        asked = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, keys, namespaces)
+        asked = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, tenant, keys, namespaces)
         asked.add_done_callback(self._done)
         return await asyncio.shield(asked)
 
-    def _ask(self, keys: Sequence[BlockKey], namespaces: Sequence[NamespaceId]) -> int | None:
+    def _ask(self, tenant: str, keys: Sequence[BlockKey], namespaces: Sequence[NamespaceId]) -> int | None:
         assert self._shared is not None
         num_leading = len(keys)
         for namespace in namespaces:
             num_leading = _num_hits(self._shared.tier.lookup(rank_keys(keys[:num_leading], namespace)))
-        # A pool that fails answers misses: whether it does, its breaker says.
-        if not num_leading and self._metrics.levels.values().get((OPEN_BREAKERS, POOL)):
-            return None
-        return num_leading
+        return None if not num_leading and self._shared.is_left_alone(tenant_id(tenant)) else num_leading
 
     def _done(self, asked: "asyncio.Future[int | None]") -> None:
         self._num_pending -= 1
