@@ -91,17 +91,20 @@ class FrameSocket:
             self._note_delay()
         return self._start < self._stop
 
-    def has_head(self) -> bool:
+    def has_head(self, *, looks: bool = True) -> bool:
         """Whether the whole header of the next frame has come. Receives what is there, without waiting.
+
+        :param looks: False: only what has been received with the frame before counts, which takes no system call.
 
         Raises `ConnectionResetError` when the peer has closed the connection, and `InvalidInputError` for a header
         above 16 KiB, which would not be received before it is asked for.
         """
-        if self._is_head_ahead():
-            return True
-        rest = bytes(self._ahead[self._start : self._stop])
-        self._ahead[: len(rest)] = rest
-        self._start, self._stop = 0, len(rest)
+        if (is_ahead := self._is_head_ahead()) or not looks:
+            return is_ahead
+        if self._start:
+            rest = self._take(self._stop - self._start)
+            self._ahead[: len(rest)] = rest
+            self._start, self._stop = 0, len(rest)
         count = self._stream.poll(self._ahead[self._stop :])
         if count == 0:
             raise ConnectionResetError("the peer closed the connection")
@@ -109,11 +112,12 @@ class FrameSocket:
         return self._is_head_ahead()
 
     def _is_head_ahead(self) -> bool:
-        ahead = self._ahead[self._start : self._stop]
-        if len(ahead) < PRELUDE_BYTES:
+        num_ahead = self._stop - self._start
+        if num_ahead < PRELUDE_BYTES:
             return False
-        header_bytes, _ = decode_prelude(ahead[:PRELUDE_BYTES], _AHEAD_BYTES - PRELUDE_BYTES)
-        return len(ahead) >= PRELUDE_BYTES + header_bytes
+        prelude = self._ahead[self._start : self._start + PRELUDE_BYTES]
+        header_bytes, _ = decode_prelude(prelude, _AHEAD_BYTES - PRELUDE_BYTES)
+        return num_ahead >= PRELUDE_BYTES + header_bytes
 
     def receive_head(
         self,

@@ -180,12 +180,14 @@ class PoolConnection:
         assert isinstance(self._stream, PlainStream), "an event loop cannot wait for TLS"
         return self._stream.for_event_loop()
 
-    def has_answer(self) -> bool:
+    def has_answer(self, *, looks: bool = True) -> bool:
         """Whether the next answer has come; its payload may not have. Receives what is there, without waiting.
+
+        :param looks: False: only what has been received with the answer before counts.
 
         Raises `ConnectionResetError` when the pool has ended the connection.
         """
-        return self._socket.has_head()
+        return self._socket.has_head(looks=looks)
 
     @property
     def num_descriptors(self) -> int:

@@ -135,7 +135,8 @@ class LoopLookup:
         connection = self._connection
         assert connection is not None, "the descriptor of a dropped connection is not watched"
         try:
-            while connection.has_answer():
+            is_there = connection.has_answer()
+            while is_there:
                 if not self._asked:
                     self._drop("an answer that nobody has asked for")
                     return
@@ -149,6 +150,7 @@ class LoopLookup:
                 self._counts.note_lookup(statuses, MONOTONIC() - asked.sent_s)
                 if not asked.statuses.done():  # as it is when nobody waits any longer
                     asked.statuses.set_result(statuses)
+                is_there = connection.has_answer(looks=False)
         except (OSError, KvtierError) as error:
             self._drop(str(error))
 
