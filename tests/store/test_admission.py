@@ -41,7 +41,8 @@ def test_the_second_use_lands_on_disk(tmp_path: Path, policy: WritePolicy) -> No
             assert rig.load(used) == payloads([0, 1]), "what is kept out is in memory"
         (report,) = rig.core.drain(WAIT_S)
         assert on_disk(rig.core, keys(range(4))) == [True, True, False, False]
-        assert (report.num_written, report.num_abandoned, report.num_memory_only) == (2, 0, 0)
+        assert report.num_written <= 2, "what was written before the drain is none of its"
+        assert (report.num_abandoned, report.num_memory_only) == (0, 0)
         assert declined(rig, "second-use") == (2 if selective else 4)
         assert written(rig, "stored") == 2
 
