@@ -46,7 +46,7 @@ class PoolLookup:
         of_tenants = config.model_copy(update={"tenant": None, "gateway_tenants": sorted(self._tenants)})
         self._shared = None
         self._on_loop: dict[str, LoopLookup] = {}
-        """By tenant, where the way to the pool is a plain socket."""
+        """The names are those of tenants whose way to the pool is a plain socket."""
         self._num_pending = 0
         with contextlib.ExitStack() as stack:
             self._threads = _executor(stack, _THREADS, "kvtier-lookup")
