@@ -41,6 +41,7 @@ NAMESPACE_ID_BYTES = 16
 CHAIN_HASH_BYTES = 32
 STORE_KEY_BYTES = TENANT_ID_BYTES + NAMESPACE_ID_BYTES + CHAIN_HASH_BYTES
 BLOCK_KEY_BYTES = TENANT_ID_BYTES + CHAIN_HASH_BYTES
+MAX_TOKENS_PER_BLOCK = 65_536
 NUMPY_PAYS_FROM = 256
 """Keys at a time; for fewer, numpy costs more than it saves, above all where a copy has just emptied the caches."""
 CHAIN_START = ChainHash(bytes(CHAIN_HASH_BYTES))
@@ -156,8 +157,8 @@ class PrefixHasher:
         """
         if len(secret) < 16:
             raise InvalidInputError(f"tenant secret of {len(secret)} bytes: use at least 16 random bytes")
-        if not 1 <= tokens_per_block <= 65536:
-            raise InvalidInputError(f"tokens_per_block {tokens_per_block}: must be from 1 to 65536")
+        if not 1 <= tokens_per_block <= MAX_TOKENS_PER_BLOCK:
+            raise InvalidInputError(f"tokens_per_block {tokens_per_block}: must be from 1 to {MAX_TOKENS_PER_BLOCK}")
         salt_bytes = salt.encode()
         message = b"".join(
             (_ROOT_LABEL, tokens_per_block.to_bytes(4, "little"), len(salt_bytes).to_bytes(4, "little"), salt_bytes)

@@ -8,12 +8,22 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from kvtier.errors import InvalidInputError
-from kvtier.identity.keys import NAMESPACE_ID_BYTES, NUMPY_PAYS_FROM, STORE_KEY_BYTES, TENANT_ID_BYTES, StoreKey
+from kvtier.identity.keys import (
+    NAMESPACE_ID_BYTES,
+    NUMPY_PAYS_FROM,
+    STORE_KEY_BYTES,
+    TENANT_ID_BYTES,
+    BlockKey,
+    NamespaceId,
+    StoreKey,
+)
 
 _namespace_of = itemgetter(slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES))
 _HASH_WORD = (TENANT_ID_BYTES + NAMESPACE_ID_BYTES) // 8
 """The place at which the chain hash begins in a store key, in words of 8 bytes."""
 _hash_of = itemgetter(slice(TENANT_ID_BYTES + NAMESPACE_ID_BYTES, None))
+_chain_of = itemgetter(slice(TENANT_ID_BYTES, None))
+"""The chain hash of a block key."""
 _T = TypeVar("_T")
 
 
@@ -50,6 +60,11 @@ def group(keys: Sequence[StoreKey], sizes: Sequence[int] | None = None) -> Group
         for (namespace, size), of_kind in places.items()
     ]
     return Grouped(fields, [i for of_kind in places.values() for i in of_kind])
+
+
+def group_of_rank(keys: Sequence[BlockKey], namespace: NamespaceId) -> Grouped:
+    """What `group(rank_keys(keys, namespace))` gives, and makes no store keys for it."""
+    return Grouped([_fields(namespace, b"".join(map(_chain_of, keys)), None)], range(len(keys)))
 
 
 def require_count(found: int, expected: int) -> None:

@@ -1,18 +1,15 @@
 """Asks the strategy for the engine of each request, and tells it what became of it."""
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection
 
 from kvtier.clock import MONOTONIC
 from kvtier_gateway.engines.engine import Engine
 from kvtier_gateway.engines.fleet import Fleet
+from kvtier_gateway.engines.price_list import PriceList
 from kvtier_gateway.metrics import GatewayMetrics
 from kvtier_gateway.routing.strategy import Strategy
-from kvtier_gateway.routing.values import DEFAULT_PRICES, Candidate, Choice, EngineId, Load, Prices, Prompt
-
-_POOL_BYTES_PER_S = 2e9
-"""The bandwidth of a pool from which nothing was fetched yet."""
+from kvtier_gateway.routing.values import Candidate, Choice, EngineId, Load, Prices, Prompt
 
 
 class Dispatching:
@@ -22,7 +19,7 @@ class Dispatching:
         """:param fleet: tells when engines leave, from now on."""
         self.strategy = strategy
         self._fleet, self._metrics = fleet, metrics
-        self._ids = itertools.count()
+        self._ids, self._price_list = itertools.count(), PriceList()
         fleet.on_left = lambda engine: strategy.engine_left(EngineId(engine.url))
 
     def route(self, prompt: Prompt, model: str | None) -> "Route":
@@ -31,12 +28,15 @@ class Dispatching:
 
     def choose(self, prompt: Prompt, model: str | None, tried: Collection[Engine]) -> tuple[Engine, Choice] | None:
         """One of the engines that may get the request and have not been tried; None: there is none."""
-        engines = {EngineId(each.url): each for each in self._fleet.candidates(prompt.tenant, model)}
-        prices = Pricing(self._fleet.engines)
-        candidates = [_candidate(name, engine, prices) for name, engine in engines.items() if engine not in tried]
-        if not candidates:
+        now_s = MONOTONIC()
+        prices = self._price_list.of(self._fleet.engines, now_s)
+        engines = {
+            EngineId(each.url): each for each in self._fleet.candidates(prompt.tenant, model) if each not in tried
+        }
+        if not engines:
             return None
-        choice = self.strategy.choose(prompt, candidates, MONOTONIC())
+        candidates = [_candidate(name, engine, prices[engine]) for name, engine in engines.items()]
+        choice = self.strategy.choose(prompt, candidates, now_s)
         self._metrics.choices.labels(choice.reason).inc()
         return engines[choice.engine], choice
 
@@ -90,43 +90,6 @@ class Route:
         (strategy.failed if failed else strategy.finished)(attempt, MONOTONIC())
 
 
-class Pricing:
-    """Prices of engines: of what was not learned of one yet, those of others that serve the same models, and where
-    nothing was learned at all, what an H200 with an 8 B model does."""
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self._engines = engines
-
-    def of(self, engine: Engine) -> Prices:
-        """What work costs at this engine."""
-        token_s = self._learned(engine, lambda each: each.prices.token_s)
-        pool_bytes_per_s = self._learned(engine, lambda each: each.prices.pool_bytes_per_s)
-        token_bytes = self._learned(engine, _kv_bytes_per_token)
-        if token_s is None and pool_bytes_per_s is None and token_bytes is None and engine.key_form is None:
-            return DEFAULT_PRICES
-        prices = replace(DEFAULT_PRICES, pool_bytes_per_s=pool_bytes_per_s or _POOL_BYTES_PER_S)
-        if token_s is not None:  # as a whole, whatever came before
-            prices = replace(prices, token_s=token_s, token_context_s=0.0, request_s=0.0)
-        if token_bytes is not None:
-            prices = replace(prices, kv_bytes_per_token=max(1, round(token_bytes)))
-        return prices
-
-    def _learned(self, engine: Engine, of: Callable[[Engine], float | None]) -> float | None:
-        """The engine's own, or the mean of those of its like."""
-        own = of(engine)
-        if own is not None or not engine.models:
-            return own
-        alike = [each for each in self._engines if each.models and each.models.keys() == engine.models.keys()]
-        known = [value for each in alike if (value := of(each)) is not None]
-        return sum(known) / len(known) if known else None
-
-
-def _kv_bytes_per_token(engine: Engine) -> float | None:
-    learned, form = engine.prices.block_bytes, engine.key_form
-    return None if learned is None or form is None else learned / form.tokens_per_block
-
-
-def _candidate(name: EngineId, engine: Engine, prices: Pricing) -> Candidate:
-    num_waiting = sum(not attempt.has_begun for attempt in engine.attempts)
-    load = Load(running=len(engine.attempts) - num_waiting, waiting=num_waiting, kv_use=engine.loads.kv_used)
-    return Candidate(name, load, prices.of(engine))
+def _candidate(name: EngineId, engine: Engine, prices: Prices) -> Candidate:
+    load = Load(running=engine.num_begun, waiting=engine.num_waiting, kv_use=engine.loads.kv_used)
+    return Candidate(name, load, prices)

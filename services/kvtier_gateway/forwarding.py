@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import aiohttp
@@ -14,7 +14,7 @@ from kvtier.clock import MONOTONIC
 from kvtier.config.gateway import GatewayConfig
 from kvtier.protocol.openai import REQUEST_ID
 from kvtier_gateway.dispatching import Route
-from kvtier_gateway.engines.engine import Attempt, Engine
+from kvtier_gateway.engines.engine import Engine
 from kvtier_gateway.engines.session import EngineSession
 from kvtier_gateway.http.api_errors import SERVER, ApiError, retry_after
 from kvtier_gateway.http.stalls import Stalls
@@ -119,7 +119,7 @@ class Forwarding:
         progress: "Progress",
     ) -> web.StreamResponse:
         """Raises `EngineFailedError` as long as nothing has gone to the client."""
-        with self._counted(engine) as attempt:
+        with engine.holding() as attempt:
             answer: web.StreamResponse | None = None
             try:
                 async with await self._sent(outgoing, engine) as response:
@@ -130,7 +130,7 @@ class Forwarding:
                         raise EngineFailedError("refused", "the request's tenant is not among its gateway_tenants")
                     progress.deadline.reschedule(None)
                     progress.route.first_token()
-                    attempt.has_begun = True
+                    engine.note_begun(attempt)
                     self._metrics.first_byte_seconds.observe(MONOTONIC() - progress.begun_s)
                     answer = _begun(response, outgoing)
                     await self._relay(request, response, first, answer)
@@ -197,15 +197,6 @@ class Forwarding:
                 await answer.write_eof()
         elif request.transport is not None:
             request.transport.abort()
-
-    @contextlib.contextmanager
-    def _counted(self, engine: Engine) -> Iterator[Attempt]:
-        attempt = Attempt()
-        engine.attempts.add(attempt)
-        try:
-            yield attempt
-        finally:
-            engine.attempts.discard(attempt)
 
 
 def _begun(response: aiohttp.ClientResponse, outgoing: Outgoing) -> web.StreamResponse:

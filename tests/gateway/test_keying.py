@@ -121,7 +121,8 @@ def test_the_pages_of_engines() -> None:
     assert form is not None
     assert (form.tokens_per_block, sorted(form.namespaces)) == (16, [bytes(16), b"\x11" * 16])
     assert key_form_in((two + info % ("22" * 16, 32)).encode()) is None
-    assert key_form_in((info % ("xx" * 16, 16)).encode()) is None
+    for namespace, size in (("xx" * 16, 16), ("00" * 15, 16), ("00" * 16, 0), ("00" * 16, 65_537)):
+        assert key_form_in((info % (namespace, size)).encode()) is None
 
 
 def test_prices_follow_what_engines_count() -> None:

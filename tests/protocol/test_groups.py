@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from kvtier.errors import InvalidInputError, LimitExceededError
-from kvtier.identity.keys import NUMPY_PAYS_FROM, NamespaceId, StoreKey, tenant_id
-from kvtier.protocol.groups import group
+from kvtier.identity.keys import NUMPY_PAYS_FROM, ChainHash, NamespaceId, StoreKey, block_key, rank_keys, tenant_id
+from kvtier.protocol.groups import group, group_of_rank
 from kvtier.testing.blocks import make_key
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.requests import add_keys
@@ -52,3 +52,11 @@ def test_hashes_that_are_cut_off(num_keys: int) -> None:
     with pytest.raises(LimitExceededError, match="max_batch_blocks"):
         add_keys(keys, RED, bytes(16), bytes(32 * (PoolLimits().max_batch_blocks + 1)), PoolLimits())
     assert keys == []
+
+
+@pytest.mark.parametrize("num_keys", COUNTS)
+def test_block_keys_in_one_namespace_are_sent_as_their_store_keys(num_keys: int) -> None:
+    namespace = NamespaceId(b"\7" * 16)
+    keys = [block_key(RED, ChainHash(bytes([i % 251, i // 251]) * 16)) for i in range(num_keys)]
+    ours, usual = group_of_rank(keys, namespace), group(rank_keys(keys, namespace))
+    assert (ours.fields, ours.order) == (usual.fields, usual.order) if keys else not ours.order

@@ -43,9 +43,9 @@ def bench_gateway(
 ) -> None:
     """Stream 500 requests of 1,000 words in turn through the gateway and through a plain proxy; measure what it adds.
 
-    What it adds to a request is timed by itself, with 64 and with 8,192 keys: reading, cleaning, tokens of a
-    conversation that grows, keys, the pool's answer, the choice; beside parsing the body, hashing its blocks and
-    looking them up. And the memory that a million distinct prompts take.
+    What it adds to a request is timed by itself, with 64 and with 8,192 keys, and before many engines: reading,
+    cleaning, tokens of a conversation that grows, keys, the pool's answer, the choice; beside parsing the body, hashing
+    its blocks and looking them up. And the memory that a million distinct prompts take.
     """
     with working_folder() as folder:
         cases = _streamed(folder, rounds, requests, concurrency, strategy)

@@ -4,9 +4,11 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -21,7 +23,10 @@ from kvtier_bench.measuring.rounds import Samples, percentile
 from kvtier_bench.processes.pool_process import PoolProcess, pool_process
 from kvtier_engine.demo.demo_model import demo_model_path
 from kvtier_engine.model.model_folder import DEFAULT_CACHE_DIR, open_model
+from kvtier_gateway.dispatching import Dispatching, Route
 from kvtier_gateway.engines.engine import Engine, KeyForm
+from kvtier_gateway.engines.fleet import Fleet
+from kvtier_gateway.engines.session import EngineSession
 from kvtier_gateway.http.bodies import clean, parse
 from kvtier_gateway.http.parameters import CHAT
 from kvtier_gateway.keying.pool import PoolLookup
@@ -30,46 +35,50 @@ from kvtier_gateway.keying.tenants import TenantHashers
 from kvtier_gateway.keying.tokenising import PromptTokens
 from kvtier_gateway.metrics import GatewayMetrics
 from kvtier_gateway.routing.registry import make_strategy
-from kvtier_gateway.routing.values import Candidate, EngineId, Reads
 
 FLOOR = "parse, hash, look up"
 _TOKENS_PER_BLOCK = 16
 _NAMESPACE = NamespaceId(bytes(16))
 _NUM_ENGINES = 8
+_MANY_ENGINES = 128
 _BLOCK_BYTES = 64
 _WORDS_OF_TURN = 40
 
 
 class _Rig:
-    """What a gateway has for one tenant and `_NUM_ENGINES` engines."""
+    """What a gateway has for one tenant."""
 
     def __init__(self, folder: Path, pool: PoolProcess, strategy: str, stack: ExitStack) -> None:
         models = Path(os.environ.get("KVTIER__ENGINE__MODEL_CACHE_DIR", DEFAULT_CACHE_DIR))
         model = open_model(demo_model_path(), models)
         config = _config(pool, folder)
-        registry = CollectorRegistry()
         self.tokens = PromptTokens(model.weight_files[0].parent, 256 << 20)
         self.hashers = TenantHashers(config)
-        lookup = PoolLookup(config, GatewayMetrics(registry), 10.0)
+        metrics = GatewayMetrics(CollectorRegistry())
+        lookup = PoolLookup(config, metrics, 10.0)
         stack.callback(lookup.close)
         self.prompts = Prompts(self.tokens, self.hashers, lookup)
         stack.callback(self.prompts.close)
-        self.strategy = make_strategy(strategy)
-        form = KeyForm(_TOKENS_PER_BLOCK, frozenset([_NAMESPACE]))
-        tables = [GatewayEngineConfig(url=f"http://127.0.0.1:{8000 + i}") for i in range(_NUM_ENGINES)]
-        self.engines = [Engine(table.url, table, is_up=True, key_form=form) for table in tables]
-        self.candidates = [Candidate(EngineId(engine.url)) for engine in self.engines]
+        self._begun = partial(_begun, config, metrics, strategy)
         self.tier = pool.tier("unix", stack, only=False)
         self.key = ApiKeyConfig(tenant=pool.tenant)
         self.tenant = pool.tenant
 
-    async def ours(self, body: bytes) -> None:
+    def begin(self, session: EngineSession, num_engines: int) -> None:
+        """Has engines that are up, of which the strategy knows nothing yet. Before `ours`."""
+        self._fleet, self._dispatching = self._begun(session, num_engines)
+
+    async def ours(self, body: bytes) -> Route:
         """Everything between a body and its way to an engine."""
         cleaned = clean(parse(body), CHAT, self.key, media=False)
-        prompt = await self.prompts.read(cleaned.fields, Reads.KEYS, self.tenant, None, self.engines)
+        alike = self._fleet.alike(self.tenant, cleaned.model)
+        prompt = await self.prompts.read(cleaned.fields, self._dispatching.strategy.reads, self.tenant, None, alike)
         assert prompt.num_in_pool, "the pool has this prompt"
-        self.strategy.choose(prompt, self.candidates, time.monotonic())
-        cleaned.for_engine("tenant", self.tenant)
+        route = self._dispatching.route(prompt, cleaned.model)
+        engine = route.next()
+        assert engine is not None, "all engines are up"
+        cleaned.for_engine(engine.config.isolation, self.tenant)
+        return route
 
     def floor(self, body: bytes, tokens: np.ndarray[Any, np.dtype[np.int32]]) -> None:
         """What cannot be left out."""
@@ -79,18 +88,29 @@ class _Rig:
         self.tier.lookup(rank_keys(hasher.hash_blocks(tokens), _NAMESPACE))
 
 
+def _begun(
+    config: Config, metrics: GatewayMetrics, strategy: str, session: EngineSession, num_engines: int
+) -> tuple[Fleet, Dispatching]:
+    fleet = Fleet(session, config.gateway, metrics)
+    form = KeyForm(_TOKENS_PER_BLOCK, frozenset([_NAMESPACE]))
+    tables = [GatewayEngineConfig(url=f"http://127.0.0.1:{8000 + i}") for i in range(num_engines)]
+    models: dict[str, dict[str, str]] = {"model": {}}
+    fleet.engines = [Engine(table.url, table, is_up=True, key_form=form, models=models) for table in tables]
+    return fleet, Dispatching(make_strategy(strategy), fleet, metrics)
+
+
 def added_cases(folder: Path, strategy: str, calls: int) -> list[Case]:
-    """Measures with 64 and with 8,192 keys, in turn call by call."""
+    """Measures with 64 and with 8,192 keys, and with 64 keys before many engines; ours and the floor in turn."""
     cases = []
     with ExitStack() as stack:
         pool = stack.enter_context(pool_process(folder, 256 << 20))
-        rig = _Rig(folder, pool, strategy, stack)
-        for num_keys in (64, 8192):
-            cases += _measured(rig, num_keys, calls)
+        for num_keys, num_engines in ((64, _NUM_ENGINES), (64, _MANY_ENGINES), (8192, _NUM_ENGINES)):
+            # What it has belongs to one event loop.
+            cases += _measured(_Rig(folder, pool, strategy, stack), num_keys, num_engines, calls)
     return cases
 
 
-def _measured(rig: _Rig, num_keys: int, calls: int) -> list[Case]:
+def _measured(rig: _Rig, num_keys: int, num_engines: int, calls: int) -> list[Case]:
     bodies = _conversation(rig, num_keys, calls)
     tokens = rig.tokens.of_request(from_json(bodies[0]))
     assert tokens is not None
@@ -102,14 +122,18 @@ def _measured(rig: _Rig, num_keys: int, calls: int) -> list[Case]:
     ours, floor = Samples(), Samples()
 
     async def run() -> None:
-        for body in bodies[1:]:
-            _time(floor, lambda body=body: rig.floor(body, tokens))  # type: ignore[misc]
-            begun_s = time.perf_counter()
-            await rig.ours(body)
-            _note(ours, time.perf_counter() - begun_s)
+        async with aiohttp.ClientSession() as session:
+            rig.begin(EngineSession(session), num_engines)
+            for body in bodies[1:]:
+                _time(floor, lambda body=body: rig.floor(body, tokens))  # type: ignore[misc]
+                begun_s = time.perf_counter()
+                route = await rig.ours(body)
+                _note(ours, time.perf_counter() - begun_s)
+                route.first_token()  # so that the strategy knows of engines that have the prompt, as it does in time
+                route.ended(failed=False)
 
     uvloop.run(run())  # as the gateway does
-    name = f"{num_keys:,} keys"
+    name = f"{num_keys:,} keys, {num_engines} engines"
     return [
         Case.of(FLOOR, name, floor, unit="request"),
         Case.of("gateway", name, ours, floor=(FLOOR, floor), unit="request", detail=_detail(ours, floor)),

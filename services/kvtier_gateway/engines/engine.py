@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.config.gateway import GatewayEngineConfig
 from kvtier.identity.keys import NamespaceId
@@ -24,8 +25,7 @@ class Loads:
     """The used part of its device's KV, from 0 to 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyForm:
+class KeyForm(NamedTuple):
     """What keys of an engine's blocks are made of, beside tokens and a tenant's secret."""
 
     tokens_per_block: int
@@ -87,7 +87,31 @@ class Engine:
     """Takes lines that may come with every look."""
     prices: LearnedPrices = field(default_factory=LearnedPrices)
     attempts: set[Attempt] = field(default_factory=set)
-    """The requests that it has from this gateway."""
+    """The requests that it has from this gateway, as `holding` says."""
+    num_begun: int = 0
+    """How many of `attempts` have begun."""
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests that it has and of whose answers no byte has come."""
+        return len(self.attempts) - self.num_begun
+
+    @contextmanager
+    def holding(self) -> Iterator[Attempt]:
+        """A request that it has until the context ends."""
+        attempt = Attempt()
+        self.attempts.add(attempt)
+        try:
+            yield attempt
+        finally:
+            self.attempts.discard(attempt)
+            self.num_begun -= attempt.has_begun
+
+    def note_begun(self, attempt: Attempt) -> None:
+        """The first byte of the answer has come."""
+        if not attempt.has_begun:
+            attempt.has_begun = True
+            self.num_begun += 1
 
     @property
     def is_fenced(self) -> bool:

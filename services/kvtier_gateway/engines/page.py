@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from kvtier.identity.keys import NamespaceId
+from kvtier.identity.keys import MAX_TOKENS_PER_BLOCK, NAMESPACE_ID_BYTES, NamespaceId
 from kvtier_gateway.engines.engine import KeyForm, Loads
 
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "kvtier_engine_running")
@@ -51,6 +51,7 @@ def key_form_in(page: bytes) -> KeyForm | None:
         sizes = {int(labels["tokens_per_block"]) for labels in found}
     except (KeyError, ValueError):
         return None
-    if len(sizes) != 1 or any(len(namespace) != 16 for namespace in namespaces):
+    if len(sizes) != 1 or any(len(namespace) != NAMESPACE_ID_BYTES for namespace in namespaces):
         return None
-    return KeyForm(sizes.pop(), namespaces)
+    size = sizes.pop()
+    return KeyForm(size, namespaces) if 1 <= size <= MAX_TOKENS_PER_BLOCK else None

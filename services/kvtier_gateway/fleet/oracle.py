@@ -1,7 +1,6 @@
 """`oracle`: the rule of `priced` by one who knows what is true in the simulation: backlogs, content, and bandwidth."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from kvtier_gateway.fleet.engine import SimEngine
 from kvtier_gateway.routing.kv_index import Runs
@@ -21,7 +20,7 @@ class Oracle(Priced):
     def offers(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> list[Offer]:
         """Offers at the true bandwidth of the pool."""
         prices = [self._engines[candidate.engine].true_prices() for candidate in candidates]
-        told = [replace(candidate, prices=price) for candidate, price in zip(candidates, prices, strict=True)]
+        told = [candidate._replace(prices=price) for candidate, price in zip(candidates, prices, strict=True)]
         return super().offers(prompt, told, now_s)
 
     def content(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[Runs]:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import KvtierError, UnavailableError
-from kvtier.identity.keys import StoreKey
+from kvtier.identity.keys import BlockKey, NamespaceId
 from kvtier.protocol.block import Verb
-from kvtier.protocol.groups import Grouped, group
+from kvtier.protocol.groups import Grouped, group_of_rank
 from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import Status
 from kvtier.tiers.common.metered import TimedCalls
@@ -89,13 +89,13 @@ class LoopLookup:
         is_full = len(self._asked) >= _MOST_REQUESTS or self._num_keys + num_keys > MOST_KEYS
         return self._connection is not None and not is_full
 
-    def ask(self, keys: Sequence[StoreKey]) -> "asyncio.Future[list[Status] | None]":
-        """Sends a lookup, for which there must be room.
+    def ask(self, keys: Sequence[BlockKey], namespace: NamespaceId) -> "asyncio.Future[list[Status] | None]":
+        """Sends a lookup in one namespace, for which there must be room.
 
         :return: will be a status per key, in order; None when the connection has failed meanwhile.
         """
         assert self._connection is not None, "there is no room without a connection"
-        asked = _Asked(asyncio.get_running_loop().create_future(), group(keys), MONOTONIC())
+        asked = _Asked(asyncio.get_running_loop().create_future(), group_of_rank(keys, namespace), MONOTONIC())
         self._asked.append(asked)
         self._num_keys += len(keys)
         try:

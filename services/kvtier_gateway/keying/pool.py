@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvtier.build.tiers import POOL, pool_access, shared_tier
@@ -18,6 +18,7 @@ from kvtier.tiers.pool.access import plain_calls
 from kvtier_gateway.keying.loop_lookup import MOST_KEYS, LoopLookup
 from kvtier_gateway.metrics import GatewayMetrics
 
+_Asked = asyncio.Future[list[Status] | None] | None
 _THREADS = 4
 _MOST_PENDING = 64
 """Lookups that may wait for a thread: a pool that hangs must not gather the prompts of all requests."""
@@ -66,15 +67,28 @@ class PoolLookup:
                 self._on_loop[tenant] = LoopLookup(tenant, ways, connecting, counts, timeout_s=patience_s)
                 stack.callback(self._on_loop[tenant].close)
 
-    async def num_leading(
+    def num_leading(
         self, tenant: str, keys: Sequence[BlockKey], namespaces: Collection[NamespaceId]
-    ) -> int | None:
-        """How many of the leading blocks the pool has in all namespaces; None where nobody knows."""
+    ) -> Coroutine[None, None, int | None]:
+        """How many of the leading blocks the pool has in all namespaces; None where nobody knows.
+
+        What the event loop itself asks for is sent at once, and not only when the caller begins to wait for the answer.
+        """
         if self._shared is None or tenant not in self._tenants or not keys or not namespaces:
-            return None
+            return _nobody_knows()
+        rest = list(namespaces)
+        return self._counted(tenant, keys, rest, self._ask_on_loop(tenant, keys, rest[0]))
+
+    def close(self) -> None:
+        """Ends connections. Waits for lookups under way, each up to `pool.call_timeout_s`."""
+        self._stack.close()
+
+    async def _counted(
+        self, tenant: str, keys: Sequence[BlockKey], namespaces: list[NamespaceId], asked: _Asked
+    ) -> int | None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                found = await self._num_leading(tenant, keys, list(namespaces))
+                found = await self._num_leading(tenant, keys, namespaces, asked)
         except TimeoutError:
             self._lookups.labels("late").inc()
             return None
@@ -86,28 +100,34 @@ class PoolLookup:
         self._lookups.labels("answered" if found is not None else "failed").inc()
         return found
 
-    def close(self) -> None:
-        """Ends connections. Waits for lookups under way, each up to `pool.call_timeout_s`."""
-        self._stack.close()
-
-    async def _num_leading(self, tenant: str, keys: Sequence[BlockKey], namespaces: list[NamespaceId]) -> int | None:
+    async def _num_leading(
+        self, tenant: str, keys: Sequence[BlockKey], namespaces: list[NamespaceId], asked: _Asked
+    ) -> int | None:
         """Asks for one namespace after the other, as far as all before have the blocks: by the loop as long as it can,
-        in a thread for the rest."""
-        on_loop, num_leading = self._on_loop.get(tenant), len(keys)
-        if on_loop is not None:
-            on_loop.end_if_late()
-            while namespaces and num_leading and on_loop.has_room(num_leading):
-                statuses = await on_loop.ask(rank_keys(keys[:num_leading], namespaces[0]))
-                if statuses is None:
-                    break
-                num_leading = _num_hits(statuses)
-                del namespaces[0]
+        in a thread for the rest.
+
+        :param asked: the loop's question for the first namespace.
+        """
+        num_leading = len(keys)
+        while asked is not None and (statuses := await asked) is not None:
+            num_leading = _num_hits(statuses)
+            del namespaces[0]
             if not namespaces or not num_leading:
                 return num_leading
+            asked = self._ask_on_loop(tenant, keys[:num_leading], namespaces[0])
         found = await self._in_thread(tenant, keys[:num_leading], namespaces)
+        on_loop = self._on_loop.get(tenant)
         if on_loop is not None and found is not None and len(keys) <= MOST_KEYS:
             on_loop.open()
         return found
+
+    def _ask_on_loop(self, tenant: str, keys: Sequence[BlockKey], namespace: NamespaceId) -> _Asked:
+        """None: a thread has to ask."""
+        on_loop = self._on_loop.get(tenant)
+        if on_loop is None:
+            return None
+        on_loop.end_if_late()
+        return on_loop.ask(keys, namespace) if on_loop.has_room(len(keys)) else None
 
     async def _in_thread(self, tenant: str, keys: Sequence[BlockKey], namespaces: Sequence[NamespaceId]) -> int | None:
         if self._num_pending >= _MOST_PENDING:
@@ -128,6 +148,10 @@ class PoolLookup:
         self._num_pending -= 1
         if not asked.cancelled():
             asked.exception()  # it is told to whoever waits for it, and to nobody if nobody does
+
+
+async def _nobody_knows() -> None:
+    """The answer where nobody can be asked."""
 
 
 class _NotAskedError(Exception):

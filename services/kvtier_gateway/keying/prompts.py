@@ -1,12 +1,13 @@
 """What a strategy is told of a request's prompt."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.identity.keys import BlockHasher, BlockKey, NamespaceId
+from kvtier.identity.keys import BlockHasher, BlockKey
 from kvtier_gateway.engines.engine import Engine, KeyForm
 from kvtier_gateway.keying.pool import PoolLookup
 from kvtier_gateway.keying.tenants import ChainMemory, TenantHashers, short_keys
@@ -52,13 +53,14 @@ class Prompts:
             form = _form_of_most(engines)
             keyed = await self._keyed(fields, tenant, form)
             if keyed is not None and form is not None:
-                num_in_pool = await self._pool.num_leading(tenant, keyed.keys, form.namespaces)
+                asked = self._pool.num_leading(tenant, keyed.keys, form.namespaces)
+                keys = short_keys(keyed.keys)  # while the pool answers
                 return Prompt(
                     num_tokens=len(keyed.tokens),
                     tokens=keyed.tokens,  # type: ignore[arg-type] # an array is a sequence in all that is asked of it
-                    keys=short_keys(keyed.keys),
+                    keys=keys,
                     tokens_per_block=form.tokens_per_block,
-                    num_in_pool=num_in_pool,
+                    num_in_pool=await asked,
                     adapter=adapter,
                     session=session,
                     tenant=tenant,
@@ -101,12 +103,8 @@ def _is_short(fields: Mapping[str, Any]) -> bool:
 
 def _form_of_most(engines: Collection[Engine]) -> KeyForm | None:
     """How most engines make keys that say so; of several that are equal, the first one's."""
-    counts: dict[tuple[int, frozenset[NamespaceId]], int] = {}
-    for engine in engines:
-        if engine.key_form is not None:
-            form = engine.key_form.tokens_per_block, engine.key_form.namespaces
-            counts[form] = counts.get(form, 0) + 1
-    return KeyForm(*max(counts, key=counts.__getitem__)) if counts else None
+    counts = Counter(engine.key_form for engine in engines if engine.key_form is not None)
+    return max(counts, key=counts.__getitem__) if counts else None
 
 
 def _texts(fields: Mapping[str, Any]) -> Iterator[str]:

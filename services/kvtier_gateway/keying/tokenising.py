@@ -100,14 +100,16 @@ def _plain(messages: Sequence[Any]) -> list[dict[str, Any]]:
     for message in messages:
         if not isinstance(message, dict):
             raise InvalidInputError("a message that is no object")
-        content = message.get("content")
+        content, role = message.get("content"), message.get("role")
+        if isinstance(content, str) and role != "developer":
+            plain.append(message)
+            continue
         if isinstance(content, list):
             texts = [part.get("text") if isinstance(part, dict) else None for part in content]
             if not all(isinstance(text, str) for text in texts):
                 raise InvalidInputError("parts that are not text")
             content = "\n".join(texts)  # type: ignore[arg-type] # they are text
-        role = "system" if message.get("role") == "developer" else message.get("role")
-        plain.append({**message, "role": role, "content": content})
+        plain.append({**message, "role": "system" if role == "developer" else role, "content": content})
     return plain
 
 

@@ -1,6 +1,8 @@
 """What engines hold on their devices and in their host memory, as their KV events tell."""
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from operator import and_, or_
 from typing import NamedTuple
 
 from kvtier_gateway.routing.engine_bits import EngineBits, each_bit
@@ -8,6 +10,7 @@ from kvtier_gateway.routing.key_masks import KeyMasks
 from kvtier_gateway.routing.values import BlocksCleared, BlocksStored, EngineId, Key, KvEvent, Medium
 
 MAX_KEYS = 1_000_000
+_AT_A_TIME = 64
 
 
 class Runs(NamedTuple):
@@ -22,7 +25,7 @@ class Runs(NamedTuple):
 class KvIndex:
     """An index over all engines, bounded by `max_keys` in each medium. Not safe for threads.
 
-    A lookup takes about 0.2 µs for each leading block that any engine has, and 0.5 µs for each engine that has some.
+    A lookup takes about 0.1 µs for each leading block that any engine has, and 0.5 µs for each engine that has some.
     """
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
@@ -52,19 +55,17 @@ class KvIndex:
     def runs(self, keys: Sequence[Key], engines: Sequence[EngineId]) -> list[Runs]:
         """Returns how many of the leading blocks each engine has."""
         bits = [self._bits.bit(engine) for engine in engines]
-        device_get, host_get = self._media[Medium.DEVICE].get, self._media[Medium.HOST].get
-        on_device = local = sum(bits)
+        on_device, in_host = self._media[Medium.DEVICE], self._media[Medium.HOST]
+        device = local = sum(bits)
         device_ends: dict[int, int] = {}
         local_ends: dict[int, int] = {}
-        for i, key in enumerate(keys):
-            device = device_get(key)
-            if on_device & ~device:
-                device_ends |= dict.fromkeys(each_bit(on_device & ~device), i)
-                on_device &= device
-            gone = local & ~device
-            if gone and (gone := gone & ~host_get(key)):
-                local_ends |= dict.fromkeys(each_bit(gone), i)
-                local ^= gone
+        # The first block is looked at alone: most engines that lack anything lack that.
+        for start, end in pairwise((0, *range(1, len(keys), _AT_A_TIME), len(keys))):
+            some = keys[start:end]
+            masks = on_device.get_all(some)
+            device = _without_ended(device, masks, start, device_ends)
+            if local != device:
+                local = _without_ended(local, list(map(or_, masks, in_host.get_all(some))), start, local_ends)
                 if not local:
                     break
         return [Runs(device_ends.get(bit, len(keys)), local_ends.get(bit, len(keys))) for bit in bits]
@@ -73,3 +74,18 @@ class KvIndex:
         """Notes that these blocks are in use, so that others are forgotten before them."""
         for masks in self._media.values():
             masks.touch(keys)
+
+
+def _without_ended(bits: int, masks: Sequence[int], start: int, ends: dict[int, int]) -> int:
+    """Returns those of the bits that all masks have, and notes at which mask each other one ends.
+
+    :param start: the place of the first mask.
+    """
+    left = list(accumulate(masks, and_, initial=bits))
+    place = start - 1
+    while left[-1] != bits:
+        place += left.count(bits)  # they stand together, as bits only ever get lost
+        after = left[place - start + 1]
+        ends |= dict.fromkeys(each_bit(bits & ~after), place)
+        bits = after
+    return bits

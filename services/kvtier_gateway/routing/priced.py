@@ -117,17 +117,18 @@ class Priced(Strategy):
         works: dict[tuple[int, Runs, int], Work] = {}
         offers = []
         for candidate, runs, crowd in zip(candidates, self.content(prompt, candidates), waiting, strict=True):
-            backlog_s, pool = self.backlog_s(candidate.engine, now_s), in_pool
+            engine, pool = candidate.engine, in_pool
+            backlog_s = self.backlog_s(engine, now_s)
             if in_pool_at:
                 pool = max((run for run, ready_s in in_pool_at if ready_s <= backlog_s), default=in_pool)
-            if candidate.engine in coming:
-                run = coming[candidate.engine][0]
+            if engine in coming:
+                run = coming[engine][0]
                 runs = Runs(max(runs.device, run), max(runs.local, run))
             place = (id(candidate.prices), runs, pool)  # engines that are alike are priced once
             work = works.get(place)
             if work is None:
                 work = works[place] = cheapest(candidate.prices, prompt, runs, pool)
-            offers.append(self._offered(candidate.engine, work, backlog_s, crowd, now_s))
+            offers.append(self._offered(engine, work, backlog_s, crowd, now_s))
         return offers
 
     def content(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[Runs]:
@@ -140,15 +141,16 @@ class Priced(Strategy):
         return ledger.backlog_s(now_s) if ledger is not None else 0.0
 
     def _offered(self, engine: EngineId, work: Work, backlog_s: float, crowd: float, now_s: float) -> Offer:
-        ledger = self._ledger(engine)
-        compute_s = work.compute_s * ledger.slowness
+        cut, fetch_s, work_s = work
+        ledger = self._ledgers.get(engine)
+        compute_s = work_s if ledger is None else work_s * ledger.slowness
         ttft_s = backlog_s + compute_s
         harm_s = crowd * compute_s * ttft_s
-        if work.fetch_s:
-            fetched_s = ledger.fetch_backlog_s(now_s) + work.fetch_s
+        if fetch_s:
+            fetched_s = fetch_s if ledger is None else ledger.fetch_backlog_s(now_s) + fetch_s
             ttft_s = max(ttft_s, fetched_s + compute_s)
-            harm_s += crowd * work.fetch_s * fetched_s
-        return Offer(engine, ttft_s + harm_s, ttft_s, work.fetch_s, work.compute_s, work.cut)
+            harm_s += crowd * fetch_s * fetched_s
+        return Offer(engine, ttft_s + harm_s, ttft_s, fetch_s, work_s, cut)
 
     def _ledger(self, engine: EngineId) -> Ledger:
         if engine not in self._ledgers:

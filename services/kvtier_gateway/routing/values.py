@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 EngineId = NewType("EngineId", str)
 """Names an engine for as long as it lives, e.g. its address."""
@@ -49,8 +49,7 @@ class Prompt:
     tenant: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """How busy an engine is."""
 
     running: int = 0
@@ -92,8 +91,7 @@ class Prices:
 DEFAULT_PRICES = Prices()
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An engine that may be chosen: it is healthy, and not draining."""
 
     engine: EngineId
