@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from kvtier_gateway.routing.key_masks import KeyMasks
 from kvtier_gateway.routing.kv_index import KvIndex, Runs
 from kvtier_gateway.routing.under_way import UnderWay
@@ -14,12 +16,13 @@ def leading(keys: list[int], held: set[int]) -> int:
     return next((i for i, key in enumerate(keys) if key not in held), len(keys))
 
 
-def test_runs_are_those_of_plain_sets() -> None:
+@pytest.mark.parametrize("num_keys", [55, 400])
+def test_runs_are_those_of_plain_sets(num_keys: int) -> None:
     source, index = random.Random(3), KvIndex()
     held = {engine: {medium: set[int]() for medium in Medium} for engine in ENGINES}
     for _ in range(6000):
-        engine, medium, start = source.choice(ENGINES), source.choice(list(Medium)), source.randrange(40)
-        keys = range(start, start + source.randrange(1, 20))
+        engine, medium, start = source.choice(ENGINES), source.choice(list(Medium)), source.randrange(num_keys)
+        keys = range(start, start + source.randrange(1, num_keys // 3))
         kind = source.choices((BlocksStored, BlocksRemoved, None), (5, 2, 0.2))[0]
         if kind is None:
             index.apply(engine, BlocksCleared())
@@ -30,8 +33,14 @@ def test_runs_are_those_of_plain_sets() -> None:
         else:
             index.apply(engine, BlocksRemoved(keys, medium))
             held[engine][medium].difference_update(keys)
-    for start in range(0, 40, 7):
-        keys = list(range(start, 55))
+    for start, end in [
+        (num_keys, num_keys),
+        *((start, num_keys) for start in range(0, num_keys - 15, 7)),
+        (0, 1),
+        (0, 65),
+        (0, 66),
+    ]:
+        keys = list(range(start, end))
         wanted = [
             Runs(
                 leading(keys, media[Medium.DEVICE]),
