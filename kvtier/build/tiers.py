@@ -97,7 +97,7 @@ class SharedTier:
     pin: Callable[[Sequence[StoreKey], float], int]
     """Calls `PoolTier.pin`; keys of several tenants are several calls."""
     is_left_alone: Callable[[TenantId], bool]
-    """Whether the pool is not asked for this tenant at the moment, as it has failed: what it answers are misses."""
+    """Whether the pool has failed for this tenant of late and is not asked but for probes: blocks are misses."""
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def group(keys: Sequence[StoreKey], sizes: Sequence[int] | None = None) -> Group
 
 
 def group_of_rank(keys: Sequence[BlockKey], namespace: NamespaceId) -> Grouped:
-    """What `group(rank_keys(keys, namespace))` gives, and makes no store keys for it."""
+    """What `group(rank_keys(keys, namespace))` gives for one key at least, and makes no store keys for it."""
     return Grouped([_fields(namespace, b"".join(map(_chain_of, keys)), None)], range(len(keys)))
 
 

@@ -45,7 +45,7 @@ _READ_AHEAD_BYTES = 1 << 15
 _KEEP_ALIVE_S = 2.0
 """How long connections to engines are kept: shorter than engines do, or a request would meet one that is closing."""
 _END_S = 0.2
-"""How long connections are waited for that are ended. aiohttp takes no time at all for no bound."""
+"""How long connections are waited for that are ended. aiohttp takes 0 for no bound."""
 _LAST_ANSWERS_S = 0.5
 """What clients whose requests are cut get to hear so."""
 _LOOK_S = 0.05

@@ -144,5 +144,8 @@ def test_prices_follow_what_engines_count() -> None:
     assert prices.token_s == 0.01
     prices.learn(page(40, 2000, 1, 4 << 20))
     assert prices.token_s == pytest.approx(0.02)
+    for wrong in (page(9e99, 9000, 9, 9 << 20), page(-9, 9000, 9, 9 << 20), page(9, 9000, float("1e999"), 9 << 20)):
+        prices.learn(wrong.replace(b" inf", b" 1e999") + b'kvtier_tier_used_bytes{tier="host"} 5\n')
+    assert (prices.token_s, prices.pool_bytes_per_s, prices.block_bytes) == (pytest.approx(0.02), 4 << 20, 64)
     prices.learn(page(4, 1000, 0, 0))  # an engine that was restarted
     assert prices.token_s == pytest.approx(0.012)

@@ -23,6 +23,8 @@ from kvtier_bench.measuring.options import Rounds
 from kvtier_bench.measuring.report import Case, report
 from kvtier_bench.measuring.rounds import NUM_ROUNDS, Subject, in_turn, process_clock
 from kvtier_bench.processes.http_process import MODEL, NUM_EVENTS
+from kvtier_gateway.routing.registry import make_strategy
+from kvtier_gateway.routing.values import Reads
 
 PROXY = "plain proxy"
 _PATH = "/v1/chat/completions"
@@ -39,17 +41,19 @@ def bench_gateway(
         int, typer.Option(min=0, help="Distinct prompts whose memory is measured; 0: none.")
     ] = 1_000_000,
     calls: Annotated[int, typer.Option(min=3, help="Requests that are timed by themselves, of each size.")] = 300,
-    strategy: Annotated[str, typer.Option(help="The gateway's strategy.")] = "least_loaded",
+    strategy: Annotated[str, typer.Option(help="The gateway's strategy.")] = "priced",
 ) -> None:
     """Stream 500 requests of 1,000 words in turn through the gateway and through a plain proxy; measure what it adds.
 
     What it adds to a request is timed by itself, with 64 and with 8,192 keys, and before many engines: reading,
     cleaning, tokens of a conversation that grows, keys, the pool's answer, the choice; beside parsing the body, hashing
-    its blocks and looking them up. And the memory that a million distinct prompts take.
+    its blocks and looking them up. Only for strategies that go by keys. And the memory that a million distinct prompts
+    take.
     """
     with working_folder() as folder:
         cases = _streamed(folder, rounds, requests, concurrency, strategy)
-        cases += added_cases(folder, strategy, calls)
+        if make_strategy(strategy).reads is Reads.KEYS:
+            cases += added_cases(folder, strategy, calls)
     if prefixes:
         cases += memory_cases(prefixes, strategy)
     notes = [note for case in cases if (note := _note(case))]

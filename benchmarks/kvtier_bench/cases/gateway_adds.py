@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from pydantic_core import from_json, to_json
 
 from kvtier.config import Config, parse_config
 from kvtier.config.gateway import ApiKeyConfig, GatewayEngineConfig
-from kvtier.identity.keys import NamespaceId, rank_keys
+from kvtier.identity.keys import BlockKey, NamespaceId, rank_keys
 from kvtier.testing.blocks import summed
 from kvtier_bench.measuring.report import Case
 from kvtier_bench.measuring.rounds import Samples, percentile
@@ -31,10 +31,11 @@ from kvtier_gateway.http.bodies import clean, parse
 from kvtier_gateway.http.parameters import CHAT
 from kvtier_gateway.keying.pool import PoolLookup
 from kvtier_gateway.keying.prompts import Prompts
-from kvtier_gateway.keying.tenants import TenantHashers
+from kvtier_gateway.keying.tenants import TenantHashers, short_keys
 from kvtier_gateway.keying.tokenising import PromptTokens
 from kvtier_gateway.metrics import GatewayMetrics
 from kvtier_gateway.routing.registry import make_strategy
+from kvtier_gateway.routing.values import BlocksStored, EngineId, Medium
 
 FLOOR = "parse, hash, look up"
 _TOKENS_PER_BLOCK = 16
@@ -64,9 +65,14 @@ class _Rig:
         self.key = ApiKeyConfig(tenant=pool.tenant)
         self.tenant = pool.tenant
 
-    def begin(self, session: EngineSession, num_engines: int) -> None:
-        """Has engines that are up, of which the strategy knows nothing yet. Before `ours`."""
+    def begin(self, session: EngineSession, num_engines: int, keys: Sequence[BlockKey]) -> None:
+        """Has so many engines that are up, each with a price of its own and with another part of these blocks. Before
+        `ours`."""
         self._fleet, self._dispatching = self._begun(session, num_engines)
+        told = short_keys(keys)
+        for number, engine in enumerate(self._fleet.engines):
+            part = told[: len(told) * (number % 4) // 4]
+            self._dispatching.strategy.kv_event(EngineId(engine.url), BlocksStored(part, Medium.DEVICE))
 
     async def ours(self, body: bytes) -> Route:
         """Everything between a body and its way to an engine."""
@@ -96,6 +102,8 @@ def _begun(
     tables = [GatewayEngineConfig(url=f"http://127.0.0.1:{8000 + i}") for i in range(num_engines)]
     models: dict[str, dict[str, str]] = {"model": {}}
     fleet.engines = [Engine(table.url, table, is_up=True, key_form=form, models=models) for table in tables]
+    for number, engine in enumerate(fleet.engines):
+        engine.prices.token_s, engine.prices.pool_bytes_per_s = 1e-4 + 1e-7 * number, 2e9 + 1e6 * number
     return fleet, Dispatching(make_strategy(strategy), fleet, metrics)
 
 
@@ -117,19 +125,19 @@ def _measured(rig: _Rig, num_keys: int, num_engines: int, calls: int) -> list[Ca
     hasher = rig.hashers.of(rig.tenant, _TOKENS_PER_BLOCK)
     assert hasher is not None
     payload = memoryview(bytearray(_BLOCK_BYTES))
-    keys = rank_keys(hasher.hash_blocks(tokens), _NAMESPACE)
-    rig.tier.write([summed(key, payload) for key in keys])
+    keys = hasher.hash_blocks(tokens)
+    rig.tier.write([summed(key, payload) for key in rank_keys(keys, _NAMESPACE)])
     ours, floor = Samples(), Samples()
 
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
-            rig.begin(EngineSession(session), num_engines)
+            rig.begin(EngineSession(session), num_engines, keys)
             for body in bodies[1:]:
                 _time(floor, lambda body=body: rig.floor(body, tokens))  # type: ignore[misc]
                 begun_s = time.perf_counter()
                 route = await rig.ours(body)
                 _note(ours, time.perf_counter() - begun_s)
-                route.first_token()  # so that the strategy knows of engines that have the prompt, as it does in time
+                route.first_token()
                 route.ended(failed=False)
 
     uvloop.run(run())  # as the gateway does

@@ -147,7 +147,7 @@ class PoolTier:
 
     @property
     def is_left_alone(self) -> bool:
-        """Whether the pool has failed of late and is not asked: all answers are MISS and FAILED."""
+        """Whether the pool has failed of late and is not asked but for probes: others are answered MISS and FAILED."""
         return self._breaker.is_open
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:

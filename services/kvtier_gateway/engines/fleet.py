@@ -48,7 +48,8 @@ class Fleet:
         :param session: stays the caller's.
         """
         self._session, self._config, self._metrics = session, config, metrics
-        self.engines: list[Engine] = []
+        self.engines: Sequence[Engine] = ()
+        """Those that are named. Another sequence whenever any of them has come or gone; none is ever changed."""
         self._leaving: list[Engine] = []
         """Engines that are not named any more, and had requests when that was last looked at."""
         self.on_left: Callable[[Engine], None] = _nobody

@@ -28,6 +28,8 @@ _HALF = 0.5
 """The part that what was measured since the last look has in a price, and what was known before the other."""
 _LEAST = {"computed_tokens": 256.0, "fetched_bytes": float(1 << 20)}
 """Less than so much since the last look says nothing yet."""
+_MOST = 1e18
+"""What no counter of a working engine reaches: nothing is learned from such a page."""
 
 
 class LearnedPrices:
@@ -48,6 +50,8 @@ class LearnedPrices:
             what = _NAMES[name.decode()]
             if _ONLY.get(what, b"") in labels:
                 now[what] = now.get(what, 0.0) + float(value)
+        if not all(0 <= value < _MOST for value in now.values()):
+            return
         if now.get("host_blocks"):
             self.block_bytes = now.get("host_bytes", 0.0) / now["host_blocks"]
         self.token_s = self._ratio("compute_s", "computed_tokens", now, self.token_s)

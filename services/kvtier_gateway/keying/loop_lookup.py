@@ -100,7 +100,7 @@ class LoopLookup:
         self._num_keys += len(keys)
         try:
             self._connection.send(Verb.LOOKUP, {"groups": asked.grouped.fields}, (), asked.sent_s)
-        except OSError as error:
+        except (OSError, KvtierError) as error:
             self._drop(str(error))
         return asked.statuses
 

@@ -18,7 +18,7 @@ from kvtier.tiers.pool.access import plain_calls
 from kvtier_gateway.keying.loop_lookup import MOST_KEYS, LoopLookup
 from kvtier_gateway.metrics import GatewayMetrics
 
-_Asked = asyncio.Future[list[Status] | None] | None
+_Sent = asyncio.Future[list[Status] | None] | None
 _THREADS = 4
 _MOST_PENDING = 64
 """Lookups that may wait for a thread: a pool that hangs must not gather the prompts of all requests."""
@@ -84,11 +84,11 @@ class PoolLookup:
         self._stack.close()
 
     async def _counted(
-        self, tenant: str, keys: Sequence[BlockKey], namespaces: list[NamespaceId], asked: _Asked
+        self, tenant: str, keys: Sequence[BlockKey], namespaces: list[NamespaceId], sent: _Sent
     ) -> int | None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                found = await self._num_leading(tenant, keys, namespaces, asked)
+                found = await self._num_leading(tenant, keys, namespaces, sent)
         except TimeoutError:
             self._lookups.labels("late").inc()
             return None
@@ -101,27 +101,27 @@ class PoolLookup:
         return found
 
     async def _num_leading(
-        self, tenant: str, keys: Sequence[BlockKey], namespaces: list[NamespaceId], asked: _Asked
+        self, tenant: str, keys: Sequence[BlockKey], namespaces: list[NamespaceId], sent: _Sent
     ) -> int | None:
         """Asks for one namespace after the other, as far as all before have the blocks: by the loop as long as it can,
         in a thread for the rest.
 
-        :param asked: the loop's question for the first namespace.
+        :param sent: the loop's question for the first namespace.
         """
         num_leading = len(keys)
-        while asked is not None and (statuses := await asked) is not None:
+        while sent is not None and (statuses := await sent) is not None:
             num_leading = _num_hits(statuses)
             del namespaces[0]
             if not namespaces or not num_leading:
                 return num_leading
-            asked = self._ask_on_loop(tenant, keys[:num_leading], namespaces[0])
+            sent = self._ask_on_loop(tenant, keys[:num_leading], namespaces[0])
         found = await self._in_thread(tenant, keys[:num_leading], namespaces)
         on_loop = self._on_loop.get(tenant)
         if on_loop is not None and found is not None and len(keys) <= MOST_KEYS:
             on_loop.open()
         return found
 
-    def _ask_on_loop(self, tenant: str, keys: Sequence[BlockKey], namespace: NamespaceId) -> _Asked:
+    def _ask_on_loop(self, tenant: str, keys: Sequence[BlockKey], namespace: NamespaceId) -> _Sent:
         """None: a thread has to ask."""
         on_loop = self._on_loop.get(tenant)
         if on_loop is None:
