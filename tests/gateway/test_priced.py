@@ -134,3 +134,11 @@ def test_the_best_alternative_is_told_for_regret() -> None:
     choice = Priced().choose(prompt(range(10)), fleet(NO_POOL), 0.0)
     assert choice.predicted_s == choice.alternative_s
     assert Priced().choose(prompt(range(10)), fleet(NO_POOL)[:1], 0.0).alternative_s is None
+
+
+def test_a_pool_that_has_less_than_host_memory_makes_nothing_cheaper() -> None:
+    """Also where neither is worth its bytes: what host memory has as well is not taken off the cost of fetching."""
+    prices = replace(NO_POOL, host_bytes_per_s=1e3, pool_bytes_per_s=1e2)
+    prompt = Prompt(num_tokens=330, tokens_per_block=16)
+    computed = cheapest(prices, prompt, Runs(0, 0), 0)
+    assert cheapest(prices, prompt, Runs(0, 10), 5) == cheapest(prices, prompt, Runs(0, 10), 10) == computed

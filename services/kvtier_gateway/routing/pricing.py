@@ -24,16 +24,17 @@ def cheapest(prices: Prices, prompt: Prompt, runs: Runs, num_in_pool: int) -> Wo
     block, tokens = prompt.tokens_per_block, prompt.num_tokens or 0
     last = max(0, tokens - 1) // block if block else 0  # one token at least is computed
     device, local = min(runs.device, last), min(runs.local, last)
-    best = Work(device, 0.0, prices.request_s + prices.compute_s(device * block, tokens))
-    block_bytes = block * prices.kv_bytes_per_token
+    request_s, block_bytes = prices.request_s, block * prices.kv_bytes_per_token
+    cut, fetch_s, compute_s = device, 0.0, request_s + prices.compute_s(device * block, tokens)
     host_s = (local - device) * block_bytes / prices.host_bytes_per_s
-    ways = [(local, host_s)]
-    if prices.pool_bytes_per_s > 0:
-        pool = min(num_in_pool, last)
-        ways.append((pool, host_s + (pool - local) * block_bytes / prices.pool_bytes_per_s))
-    for cut, fetch_s in ways:
-        if cut > best.cut:
-            compute_s = prices.request_s + prices.compute_s(cut * block, tokens)
-            if fetch_s + compute_s < best.fetch_s + best.compute_s:
-                best = Work(cut, fetch_s, compute_s)
-    return best
+    if local > device:
+        rest_s = request_s + prices.compute_s(local * block, tokens)
+        if host_s + rest_s < compute_s:
+            cut, fetch_s, compute_s = local, host_s, rest_s
+    pool, bandwidth = min(num_in_pool, last), prices.pool_bytes_per_s
+    if pool > local and bandwidth > 0:
+        pool_s = host_s + (pool - local) * block_bytes / bandwidth
+        rest_s = request_s + prices.compute_s(pool * block, tokens)
+        if pool_s + rest_s < fetch_s + compute_s:
+            cut, fetch_s, compute_s = pool, pool_s, rest_s
+    return Work(cut, fetch_s, compute_s)
