@@ -1,6 +1,6 @@
 """The API that clients see: who asks, what for, and which engine gets it."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -23,6 +23,7 @@ from kvtier_gateway.http.stalls import Stalls
 from kvtier_gateway.keying.prompts import Prompts
 from kvtier_gateway.keys import ApiKeys, Client
 from kvtier_gateway.metrics import GatewayMetrics
+from kvtier_gateway.routing.values import Key
 
 _FORWARDED = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
 """The paths of engines that clients reach, and the parameters that go there."""
@@ -140,12 +141,15 @@ class Api:
                     bodies[isolation] = cleaned.for_engine(isolation, rights.tenant)
                 return bodies[isolation]
 
+            alike = self._fleet.alike(rights.tenant, cleaned.model)
+
+            def meanwhile(keys: Sequence[Key]) -> None:
+                self._dispatching.expect(keys, rights.tenant, cleaned.model)
+                for engine in alike[:1]:
+                    body_for(engine)
+
             prompt = await self._prompts.read(
-                cleaned.fields,
-                self._dispatching.strategy.reads,
-                rights.tenant,
-                session,
-                self._fleet.alike(rights.tenant, cleaned.model),
+                cleaned.fields, self._dispatching.strategy.reads, rights.tenant, session, alike, meanwhile
             )
             outgoing = Outgoing(path, body_for, caller.identity, request.headers.get("traceparent"))
             self._metrics.own_seconds.observe(MONOTONIC() - read_s)

@@ -1,7 +1,7 @@
 """Asks the strategy for the engine of each request, and tells it what became of it."""
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from kvtier.clock import MONOTONIC
 from kvtier_gateway.engines.engine import Engine
@@ -9,7 +9,7 @@ from kvtier_gateway.engines.fleet import Fleet
 from kvtier_gateway.engines.price_list import PriceList
 from kvtier_gateway.metrics import GatewayMetrics
 from kvtier_gateway.routing.strategy import Strategy
-from kvtier_gateway.routing.values import Candidate, Choice, EngineId, Load, Prices, Prompt
+from kvtier_gateway.routing.values import Candidate, Choice, EngineId, Key, Load, Prices, Prompt
 
 
 class Dispatching:
@@ -21,6 +21,10 @@ class Dispatching:
         self._fleet, self._metrics = fleet, metrics
         self._ids, self._price_list = itertools.count(), PriceList()
         fleet.on_left = lambda engine: strategy.engine_left(EngineId(engine.url))
+
+    def expect(self, keys: Sequence[Key], tenant: str, model: str | None) -> None:
+        """Has the strategy look up what takes long, for a prompt with these keys that is about to come."""
+        self.strategy.expect(keys, [EngineId(each.url) for each in self._fleet.candidates(tenant, model)])
 
     def route(self, prompt: Prompt, model: str | None) -> "Route":
         """The way of a request to an engine."""

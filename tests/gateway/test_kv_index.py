@@ -51,6 +51,22 @@ def test_runs_are_those_of_plain_sets(num_keys: int) -> None:
         assert index.runs(keys, ENGINES) == wanted
 
 
+def test_what_was_found_last_is_found_anew_after_every_change() -> None:
+    index, keys, two = KvIndex(max_keys=8), [1, 2, 3, 4], ENGINES[:2]
+    assert index.runs(keys, two) == [Runs(0, 0)] * 2
+    index.apply(two[0], BlocksStored(keys[:3], Medium.DEVICE))
+    assert index.runs(keys, two) == [Runs(3, 3), Runs(0, 0)]
+    assert index.runs(keys, two[::-1]) == [Runs(0, 0), Runs(3, 3)]
+    assert index.runs(keys[:2], two) == [Runs(2, 2), Runs(0, 0)]
+    index.apply(two[0], BlocksRemoved([2], Medium.DEVICE))
+    assert index.runs(keys, two) == [Runs(1, 1), Runs(0, 0)]
+    index.apply(two[1], BlocksStored(keys, Medium.HOST))
+    assert index.runs(keys, two) == [Runs(1, 1), Runs(0, 4)]
+    index.forget(two[0])
+    assert index.runs(keys, two) == [Runs(0, 0), Runs(0, 4)]
+    assert index.runs(keys, two) is index.runs(keys, list(two)), "nothing has changed"
+
+
 def test_it_is_bounded_and_forgets_what_was_not_touched_for_longest() -> None:
     masks = KeyMasks(1000)
     for key in range(5000):

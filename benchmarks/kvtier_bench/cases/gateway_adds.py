@@ -35,7 +35,7 @@ from kvtier_gateway.keying.tenants import TenantHashers, short_keys
 from kvtier_gateway.keying.tokenising import PromptTokens
 from kvtier_gateway.metrics import GatewayMetrics
 from kvtier_gateway.routing.registry import make_strategy
-from kvtier_gateway.routing.values import BlocksStored, EngineId, Medium
+from kvtier_gateway.routing.values import BlocksStored, EngineId, Key, Medium
 
 FLOOR = "parse, hash, look up"
 _TOKENS_PER_BLOCK = 16
@@ -78,12 +78,18 @@ class _Rig:
         """Everything between a body and its way to an engine."""
         cleaned = clean(parse(body), CHAT, self.key, media=False)
         alike = self._fleet.alike(self.tenant, cleaned.model)
-        prompt = await self.prompts.read(cleaned.fields, self._dispatching.strategy.reads, self.tenant, None, alike)
+        bodies: list[bytes] = []
+
+        def meanwhile(keys: Sequence[Key]) -> None:  # as the gateway does
+            self._dispatching.expect(keys, self.tenant, cleaned.model)
+            bodies.append(cleaned.for_engine(alike[0].config.isolation, self.tenant))
+
+        reads = self._dispatching.strategy.reads
+        prompt = await self.prompts.read(cleaned.fields, reads, self.tenant, None, alike, meanwhile)
         assert prompt.num_in_pool, "the pool has this prompt"
         route = self._dispatching.route(prompt, cleaned.model)
-        engine = route.next()
-        assert engine is not None, "all engines are up"
-        cleaned.for_engine(engine.config.isolation, self.tenant)
+        assert route.next() is not None, "all engines are up"
+        assert bodies, "all engines get the same body"
         return route
 
     def floor(self, body: bytes, tokens: np.ndarray[Any, np.dtype[np.int32]]) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,17 @@ from kvtier_gateway.engines.engine import Engine, KeyForm
 from kvtier_gateway.keying.pool import PoolLookup
 from kvtier_gateway.keying.tenants import ChainMemory, TenantHashers, short_keys
 from kvtier_gateway.keying.tokenising import PromptTokens, Tokens
-from kvtier_gateway.routing.values import Prompt, Reads
+from kvtier_gateway.routing.values import Key, Prompt, Reads
 
 _CHARACTERS_PER_TOKEN = 4
 _THREADS = 2
 _CHAINS_BYTES = 64 << 20
 _SHORT = 8192
 """Characters, or token ids, that are tokenised and hashed at once: about a millisecond where they are all new."""
+
+
+def _nothing(keys: Sequence[Key]) -> None:
+    """Nothing is to be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +41,20 @@ class Prompts:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-keys")
 
     async def read(
-        self, fields: Mapping[str, Any], reads: Reads, tenant: str, session: str | None, engines: Collection[Engine]
+        self,
+        fields: Mapping[str, Any],
+        reads: Reads,
+        tenant: str,
+        session: str | None,
+        engines: Collection[Engine],
+        meanwhile: Callable[[Sequence[Key]], None] = _nothing,
     ) -> Prompt:
         """What can be said of a request.
 
         :param fields: the request as clients send it, for either route.
         :param reads: what the strategy looks at; nothing else is made.
         :param engines: those that may get it; keys are those of most of them.
+        :param meanwhile: gets the keys where there are any, while the pool answers.
         """
         model = fields.get("model")
         adapter = model if isinstance(model, str) else ""
@@ -54,7 +65,8 @@ class Prompts:
             keyed = await self._keyed(fields, tenant, form)
             if keyed is not None and form is not None:
                 asked = self._pool.num_leading(tenant, keyed.keys, form.namespaces)
-                keys = short_keys(keyed.keys)  # while the pool answers
+                keys = short_keys(keyed.keys)
+                meanwhile(keys)
                 return Prompt(
                     num_tokens=len(keyed.tokens),
                     tokens=keyed.tokens,  # type: ignore[arg-type] # an array is a sequence in all that is asked of it

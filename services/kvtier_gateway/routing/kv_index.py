@@ -22,6 +22,15 @@ class Runs(NamedTuple):
     """Blocks on its device or in its host memory, each in either: at least `device`."""
 
 
+class _Found(NamedTuple):
+    """What `KvIndex.runs` has found, and for what."""
+
+    keys: Sequence[Key]
+    engines: Sequence[EngineId]
+    version: int
+    runs: list[Runs]
+
+
 class KvIndex:
     """An index over all engines, bounded by `max_keys` in each medium. Not safe for threads.
 
@@ -31,12 +40,16 @@ class KvIndex:
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._bits = EngineBits()
         self._media = {medium: KeyMasks(max_keys) for medium in Medium}
+        self._version = 0
+        """Grows with each change."""
+        self._last: _Found | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self._media.values()))
 
     def apply(self, engine: EngineId, event: KvEvent) -> None:
         """Notes what an event of the engine says."""
+        self._version += 1
         if isinstance(event, BlocksCleared):
             self.forget(engine)
             return
@@ -46,6 +59,7 @@ class KvIndex:
 
     def forget(self, engine: EngineId) -> None:
         """Forgets all that the engine has. O(1); once in 64 times O(keys)."""
+        self._version += 1
         self._bits.retire(engine)
         if self._bits.are_sparse:
             moved = self._bits.renumber()
@@ -53,7 +67,16 @@ class KvIndex:
                 masks.renumber(moved)
 
     def runs(self, keys: Sequence[Key], engines: Sequence[EngineId]) -> list[Runs]:
-        """Returns how many of the leading blocks each engine has."""
+        """Returns how many of the leading blocks each engine has.
+
+        The answer is kept: asked for the same list of keys again, before anything has changed, it costs nothing.
+        """
+        last = self._last
+        if last is None or last.keys is not keys or last.version != self._version or last.engines != engines:
+            last = self._last = _Found(keys, engines, self._version, self._runs(keys, engines))
+        return last.runs
+
+    def _runs(self, keys: Sequence[Key], engines: Sequence[EngineId]) -> list[Runs]:
         bits = [self._bits.bit(engine) for engine in engines]
         on_device, in_host = self._media[Medium.DEVICE], self._media[Medium.HOST]
         device = local = sum(bits)
@@ -72,6 +95,7 @@ class KvIndex:
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Notes that these blocks are in use, so that others are forgotten before them."""
+        self._version += 1
         for masks in self._media.values():
             masks.touch(keys)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvtier_gateway.routing.kv_index import KvIndex
 from kvtier_gateway.routing.scorers import pick
 from kvtier_gateway.routing.strategy import Strategy
-from kvtier_gateway.routing.values import Candidate, Choice, EngineId, KvEvent, Prompt, Reads, RequestId
+from kvtier_gateway.routing.values import Candidate, Choice, EngineId, Key, KvEvent, Prompt, Reads, RequestId
 
 HOST_WEIGHT = 0.8
 HOST_CREDIT = 0.75
@@ -22,6 +22,10 @@ class _Indexed(Strategy):
 
     def __init__(self, seed: int = 0) -> None:
         self._random, self._index = random.Random(seed), KvIndex()
+
+    def expect(self, keys: Sequence[Key], engines: Sequence[EngineId]) -> None:
+        """Finds what the engines have."""
+        self._index.runs(keys, engines)
 
     def sent(self, request: RequestId, prompt: Prompt, choice: Choice, now_s: float) -> None:
         """Keeps the index from forgetting what is in use."""

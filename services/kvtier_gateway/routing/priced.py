@@ -15,6 +15,7 @@ from kvtier_gateway.routing.values import (
     Candidate,
     Choice,
     EngineId,
+    Key,
     KvEvent,
     Medium,
     Prompt,
@@ -69,6 +70,10 @@ class Priced(Strategy):
         self._offer = (prompt, best)
         others = [offer.ttft_s for offer in offers if offer is not best]
         return Choice(best.engine, _reason(best), best.ttft_s, min(others, default=None))
+
+    def expect(self, keys: Sequence[Key], engines: Sequence[EngineId]) -> None:
+        """Finds what the engines have."""
+        self._index.runs(keys, engines)
 
     def sent(self, request: RequestId, prompt: Prompt, choice: Choice, now_s: float) -> None:
         """Counts the request in the engine's backlog, and its blocks as blocks that the engine will have."""

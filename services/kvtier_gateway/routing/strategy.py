@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
-from kvtier_gateway.routing.values import Candidate, Choice, EngineId, KvEvent, Prompt, Reads, RequestId
+from kvtier_gateway.routing.values import Candidate, Choice, EngineId, Key, KvEvent, Prompt, Reads, RequestId
 
 
 class Strategy(Protocol):
@@ -20,6 +20,11 @@ class Strategy(Protocol):
     """What `Prompt` has to hold. A prompt without it is still served, as one of which nothing is cached."""
     follows_events: ClassVar[bool] = False
     """Whether `kv_event` does anything."""
+
+    def expect(self, keys: Sequence[Key], engines: Sequence[EngineId]) -> None:
+        """Hears that a prompt with these keys may come next, for one of these engines: what takes long can be looked up
+        while the pool is asked. Changes no choice."""
+        return
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], now_s: float) -> Choice:
         """Returns one of the candidates, of which there is at least one. Changes nothing that later choices depend on,
