@@ -299,7 +299,9 @@ def _shared_options(model: Path | str, options: Mapping[str, Any]) -> dict[str, 
     return {
         "model": str(model),
         "enforce_eager": True,
-        "dtype": "bfloat16",
+        # In bfloat16 the two likeliest tokens often have the same logit, and which one is said depends on the order of
+        # sums: on what else is in the batch, and so on when a load has ended.
+        "dtype": "float32",
         "block_size": BLOCK,
         "max_model_len": 1024,
         "max_num_seqs": 8,

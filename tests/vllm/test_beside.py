@@ -35,7 +35,7 @@ WORKER = "0-0"
 LENDER = {"kv_connector": "LendingConnector", "kv_connector_module_path": "lending_connector", "kv_role": "kv_both"}
 OURS, THEIRS = make_prompts(3), make_prompts(3, seed=1)
 """Prompts that kvtier alone deals with, and prompts whose KV the other connector has."""
-EXACT = {"dtype": "float32", "num_gpu_blocks_override": 40}
+ROOM = {"num_gpu_blocks_override": 40}
 """So few device blocks that `THEIRS` get some of `OURS`, and enough for them all to stay until their next turns."""
 MODES = pytest.mark.parametrize("mode", [{}, {"async_scheduling": True}], ids=["plain", "asynchronous"])
 Stored = dict[bytes, npt.NDArray[np.float32]]
@@ -44,7 +44,7 @@ Stored = dict[bytes, npt.NDArray[np.float32]]
 @pytest.fixture(scope="module")
 def answers(lab: Lab) -> tuple[list[Answer], list[Answer]]:
     """The answers of an engine without a connector to `OURS` and `THEIRS`."""
-    with lab.engine(**EXACT) as engine:
+    with lab.engine(**ROOM) as engine:
         return engine.generate(OURS), engine.generate(THEIRS)
 
 
@@ -52,7 +52,7 @@ def answers(lab: Lab) -> tuple[list[Answer], list[Answer]]:
 def right(lab: Lab, answers: tuple[list[Answer], list[Answer]], tmp_path_factory: pytest.TempPathFactory) -> Stored:
     """All blocks of prompts, answers and next turns, as kvtier alone saves them, each computed in the same way."""
     folder = tmp_path_factory.mktemp("right")
-    with lab.engine(transfer(_settings(folder)), **EXACT) as engine:
+    with lab.engine(transfer(_settings(folder)), **ROOM) as engine:
         for prompts, expected in zip((OURS, THEIRS), answers, strict=True):
             assert tokens_of(engine.generate(prompts)) == tokens_of(expected)
             engine.generate(continued(prompts, expected, NUM_TOKENS), num_tokens=NUM_TOKENS)
@@ -110,11 +110,11 @@ def test_loads_into_blocks_that_wait_to_be_saved(
     """A pool that hangs holds up saves: most of what is computed waits on the device, and is overwritten there."""
     of_ours, of_theirs = answers
     lender = transfer({}) | LENDER
-    with lab.engine(lender, **EXACT, **mode) as engine:
+    with lab.engine(lender, **ROOM, **mode) as engine:
         _lend(engine, of_theirs)
         hasty = {"lookup_deadline_s": 0.2}
         tables = {"host": {"capacity_bytes": "1MiB"}, "pool": {"address": [pool.address]}, "cache": hasty}
-        engine.restart(_beside(tmp_path, **tables), **EXACT, **mode)
+        engine.restart(_beside(tmp_path, **tables), **ROOM, **mode)
         pool.suspend()
         assert tokens_of(engine.generate(OURS)) == tokens_of(of_ours)
         # Not saved themselves, they leave what waits there as it is.
@@ -146,9 +146,9 @@ def test_loads_within_a_step(
 ) -> None:
     """Where one fails, vLLM computes from there on again, and what it had computed on top of garbage is not saved."""
     _, of_theirs = answers
-    with lab.engine(transfer({}) | LENDER, **EXACT) as engine:
+    with lab.engine(transfer({}) | LENDER, **ROOM) as engine:
         _lend(engine, of_theirs)
-        engine.restart(_beside(tmp_path), **EXACT)
+        engine.restart(_beside(tmp_path), **ROOM)
         lent = engine.generate(THEIRS, params={"lender": {"loads": "within", "fails": fails}})
         assert tokens_of(lent) == tokens_of(of_theirs)
     found = stored(tmp_path)
@@ -165,9 +165,9 @@ def test_loads_between_steps_that_fail(
     lab: Lab, answers: tuple[list[Answer], list[Answer]], right: Stored, tmp_path: Path, mode: dict[str, Any]
 ) -> None:
     _, of_theirs = answers
-    with lab.engine(transfer({}) | LENDER, **EXACT, **mode) as engine:
+    with lab.engine(transfer({}) | LENDER, **ROOM, **mode) as engine:
         _lend(engine, of_theirs)
-        engine.restart(_beside(tmp_path), **EXACT, **mode)
+        engine.restart(_beside(tmp_path), **ROOM, **mode)
         lent = engine.generate(THEIRS, params={"lender": {"loads": "between", "fails": [2, 5]}})
         assert tokens_of(lent) == tokens_of(of_theirs)
     found = stored(tmp_path)

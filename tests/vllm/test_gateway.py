@@ -61,7 +61,7 @@ def site(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         for number, port in enumerate(ports):
             address = _address(folder, number)
             events = {"enable_kv_cache_events": True, "endpoint": address, "replay_endpoint": f"{address}-replay"}
-            options = {"dtype": "float32", "enable_prompt_tokens_details": True, "served_model_name": "tiny"}
+            options = {"enable_prompt_tokens_details": True, "served_model_name": "tiny"}
             wanted.append(
                 (transfer(shared) if number < 2 else None, options | {"port": port, "kv_events_config": events})
             )

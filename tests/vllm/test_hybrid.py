@@ -68,8 +68,7 @@ def test_tokens_are_equal_and_all_groups_hit(
 
 
 def test_preemption(lab: Lab, hybrid: Path) -> None:
-    """In float32: in bfloat16 vLLM's own answers change by preemption on some processors, without any connector."""
-    options: dict[str, Any] = {"model": hybrid, "max_model_len": 512, "dtype": "float32"}
+    options: dict[str, Any] = {"model": hybrid, "max_model_len": 512}
     with lab.engine(**options) as engine:
         expected = engine.generate(make_crowd(), num_tokens=CROWD_TOKENS)
     with lab.engine(transfer(settings()), num_gpu_blocks_override=44, **options) as engine:

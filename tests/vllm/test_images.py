@@ -77,7 +77,7 @@ def generate(
     """
     named = iter(names or ())
     pictures = [[each._replace(name=next(named, None)) for each in seen] for _, seen in prompts]
-    answers = engine.generate([tokens for tokens, _ in prompts], num_tokens=8, pictures=pictures)
+    answers = engine.generate([tokens for tokens, _ in prompts], num_tokens=16, pictures=pictures)
     return tokens_of(answers), [number // BLOCK for number in cached_of(answers)]
 
 

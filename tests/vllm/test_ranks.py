@@ -21,15 +21,13 @@ from cache_pool import CachePool
 
 PROMPTS = make_prompts()
 NUM_RANKS = 2
-OPTIONS = {"dtype": "float32"}
-"""Ranks add up what one computes at once: in bfloat16 that would be seen."""
 RANKS = {"tensor_parallel_size": NUM_RANKS, "distributed_executor_backend": "mp"}
 
 
 @pytest.fixture(scope="module")
 def of_one_rank(lab: Lab) -> list[Answer]:
     """What one rank without a connector answers to `PROMPTS`."""
-    with lab.engine(**OPTIONS) as engine:
+    with lab.engine() as engine:
         return engine.generate(PROMPTS)
 
 
@@ -41,14 +39,14 @@ def test_two_ranks_write_and_read_the_pool(
         transfer(settings(pool={"address": [pool.address], "direct_loads": direct_loads})),
         of_one_rank,
     )
-    with lab.engine(connector, **OPTIONS, **RANKS) as engine:
+    with lab.engine(connector, **RANKS) as engine:
         answers = engine.generate(PROMPTS)
         assert tokens_of(answers) == tokens_of(expected)
         assert cached_of(answers) == none_hit(PROMPTS)
         taken_mib = [int(size) for size in re.findall(r"memory for this rank: arena (\d+) MiB", engine.output())]
         assert len(taken_mib) == NUM_RANKS
         assert 63 <= sum(taken_mib) <= 64, "what is configured is for all of them"
-        engine.restart(connector, **OPTIONS, **RANKS)
+        engine.restart(connector, **RANKS)
         assert pool.num_written() == NUM_RANKS * num_blocks(PROMPTS)
         answers = engine.generate(PROMPTS)
         assert tokens_of(answers) == tokens_of(expected)

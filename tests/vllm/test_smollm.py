@@ -16,8 +16,7 @@ from cache_pool import CachePool
 from kvtier_engine.demo.demo_model import demo_model_path
 from kvtier_engine.model.gguf_import import import_gguf
 
-LONG = {"max_model_len": 3200, "max_num_batched_tokens": 3200, "dtype": "float32"}
-"""In bfloat16, its answers to a text without sense come so close to each other that they may change places."""
+LONG = {"max_model_len": 3200, "max_num_batched_tokens": 3200}
 DOCUMENT = [(7 * i * i + 3 * i) % 40_000 + 100 for i in range(3000)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_two_engines.py"
 FIRST, SECOND = [*DOCUMENT, *range(1000, 1009)], [*DOCUMENT, *range(2000, 2020)]

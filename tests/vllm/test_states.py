@@ -34,9 +34,9 @@ FEW = 5
 CROWD = make_prompts(8, first_length=200)
 ROOM_FOR_FEW = {"num_gpu_blocks_override": 36, "max_model_len": 512}
 """Room for a few of the crowd."""
-DENSE: dict[str, Any] = {"enable_prefix_caching": True, "prefix_cache_retention_interval": BLOCK}
-SPARSE: dict[str, Any] = {"enable_prefix_caching": True}
-"""vLLM's default: states at the ends of prompts only."""
+SPARSE: dict[str, Any] = {"enable_prefix_caching": True, "dtype": "bfloat16"}
+"""vLLM's default: states at the ends of prompts only. Its kernels for the CPU have them in bfloat16 alone."""
+DENSE: dict[str, Any] = SPARSE | {"prefix_cache_retention_interval": BLOCK}
 BLOCKWISE = {"max_num_batched_tokens": BLOCK}
 """States are taken where chunks of a prompt end. Of one prompt at a time, these are the ends of its blocks."""
 

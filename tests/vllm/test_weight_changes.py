@@ -130,16 +130,15 @@ def test_reloaded_weights_have_keys_of_their_own(
 
 
 def test_all_ranks_notice(lab: Lab, pool: CachePool, other: Path) -> None:
-    """In float32: ranks add up what one computes at once."""
-    connector, options = transfer(settings(pool={"address": [pool.address]})), {"dtype": "float32"}
+    connector = transfer(settings(pool={"address": [pool.address]}))
     models = (lab.model, other, lab.model)
-    with lab.engine(**options) as engine:
+    with lab.engine() as engine:
         wanted = []
         for model in models:
             engine.reload_weights(model)
             engine.reset()
             wanted.append(engine.generate(PROMPTS))
-        engine.restart(connector, **options, tensor_parallel_size=2, distributed_executor_backend="mp")
+        engine.restart(connector, tensor_parallel_size=2, distributed_executor_backend="mp")
         for model, answers, hits in zip(models, wanted, (none_hit, none_hit, all_hit), strict=True):
             engine.reload_weights(model)
             _heard(engine)

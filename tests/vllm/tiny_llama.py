@@ -1,4 +1,7 @@
-"""A Llama of 2 million random parameters: it says nothing, but the same to the same prompt, and never ties."""
+"""A Llama of 2 million random parameters: it says nothing, but the same to the same prompt.
+
+In float32 the two likeliest tokens never come close to each other; in bfloat16 they tie, and either may be said.
+"""
 
 import json
 from pathlib import Path
