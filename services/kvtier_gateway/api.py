@@ -144,7 +144,7 @@ class Api:
             alike = self._fleet.alike(rights.tenant, cleaned.model)
 
             def meanwhile(keys: Sequence[Key]) -> None:
-                self._dispatching.expect(keys, rights.tenant, cleaned.model)
+                self._dispatching.expect(keys, alike)
                 for engine in alike[:1]:
                     body_for(engine)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from kvtier_gateway.checks import setting_findings
 
 _LOOK_S = 1.0
 """Seconds between two looks whether the configuration's files have changed."""
+_GC_THRESHOLDS = (700, 10, 1_000)
+"""A full collection is needed rarely: what the gateway remembers has no cycles."""
 _log = logging.getLogger(__name__)
 
 app = command_group(help="A gateway in front of engines: API keys, tenants, routing.")
@@ -98,6 +101,11 @@ async def _serve(config: Config, read_again: Callable[[], Config]) -> None:
     reloader = Reloader(service, config, read_again)
     try:
         addresses = await service.start()
+        # What stands now stands as long as the process. A full collection, for which all requests wait, would walk it
+        # in 26 ms, and what is remembered of prompts in as many.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
         print(f"ready url={addresses.url} status={addresses.status}", flush=True)
         while not ending.is_set():
             with contextlib.suppress(TimeoutError):

@@ -22,9 +22,9 @@ class Dispatching:
         self._ids, self._price_list = itertools.count(), PriceList()
         fleet.on_left = lambda engine: strategy.engine_left(EngineId(engine.url))
 
-    def expect(self, keys: Sequence[Key], tenant: str, model: str | None) -> None:
-        """Has the strategy look up what takes long, for a prompt with these keys that is about to come."""
-        self.strategy.expect(keys, [EngineId(each.url) for each in self._fleet.candidates(tenant, model)])
+    def expect(self, keys: Sequence[Key], engines: Sequence[Engine]) -> None:
+        """Has the strategy look up what takes long, for a prompt with these keys that these engines may get soon."""
+        self.strategy.expect(keys, [EngineId(engine.url) for engine in engines])
 
     def route(self, prompt: Prompt, model: str | None) -> "Route":
         """The way of a request to an engine."""

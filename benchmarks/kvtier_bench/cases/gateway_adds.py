@@ -81,7 +81,7 @@ class _Rig:
         bodies: list[bytes] = []
 
         def meanwhile(keys: Sequence[Key]) -> None:  # as the gateway does
-            self._dispatching.expect(keys, self.tenant, cleaned.model)
+            self._dispatching.expect(keys, alike)
             bodies.append(cleaned.for_engine(alike[0].config.isolation, self.tenant))
 
         reads = self._dispatching.strategy.reads
