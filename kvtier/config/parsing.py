@@ -7,7 +7,7 @@ import select
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pydantic import (
     BaseModel,
@@ -27,6 +27,8 @@ _BYTE_ORDER_MARK = "\ufeff"
 """Put before the text by editors of Windows."""
 _PIPE_S = 3.0
 """How long a pipe may take until somebody writes into it."""
+_MOST_CHARACTERS = 16_000_000
+"""What a configuration may have: the tables of tens of thousands of tenants."""
 _NAMED_TABLES: Mapping[str, type[BaseModel]] = {
     "tenants": TenantConfig,
     "operators": RoleConfig,
@@ -46,6 +48,8 @@ def load_config(path: Path, environ: Mapping[str, str] | None = None) -> Config:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except ValueError:  # Python converts no number of more than some thousand digits
+        raise ConfigError(f"{path}: not valid TOML: a number has too many digits") from None
     except RecursionError:
         raise ConfigError(f"{path}: not valid TOML: arrays or tables are nested too deeply") from None
     return _parsed(data, References(str(path), path.parent, _environment(environ), path))
@@ -66,13 +70,21 @@ def parse_config(
 def _text_of(path: Path) -> str:
     """The text of a file, or of a pipe that somebody writes into, such as a shell's `<(...)`. Raises `OSError`."""
     if not path.is_fifo():
-        return path.read_text("utf-8")
+        with path.open(encoding="utf-8") as file:
+            return _read(file)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, encoding="utf-8") as pipe:
         if not select.select([descriptor], [], [], _PIPE_S)[0]:
             raise TimeoutError(f"it is a pipe, and nobody has written into it in {_PIPE_S:g} s; name a file")
         os.set_blocking(descriptor, True)
-        return pipe.read()
+        return _read(pipe)
+
+
+def _read(file: TextIO) -> str:
+    text = file.read(_MOST_CHARACTERS + 1)
+    if len(text) > _MOST_CHARACTERS:
+        raise OSError(f"it has more than {_MOST_CHARACTERS:,} characters; name a file of settings")
+    return text
 
 
 def _environment(environ: Mapping[str, str] | None) -> dict[str, str]:
@@ -158,7 +170,7 @@ def _toml_value(text: str) -> Any:
     """`text` as a TOML value, or as it stands when it is none: numbers and lists work, plain text needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return text
 
 

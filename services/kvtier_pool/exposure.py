@@ -32,7 +32,7 @@ def tokens_in_clear(config: Config) -> str | None:
     """Why nobody may send a token to the HTTP port, and what to do; None: one may be sent."""
     table = config.pool_service
     host = table.http_listen.rpartition(":")[0].strip("[]")
-    is_protected = table.insecure or pool_service_tls(config) is not None
+    is_protected = table.insecure or table.tls_certificate is not None
     if is_protected or is_loopback(host):
         return None
     return (

@@ -49,6 +49,18 @@ def findings(file: Path, **environ: str) -> tuple[int, list[dict[str, str]]]:
     return done.returncode, answer["findings"]
 
 
+@pytest.mark.parametrize("field", ["tls_certificate", "tls_key", "tls_client_ca"])
+def test_files_for_tls_of_a_pool_that_are_not_all_there(field: str, tmp_path: Path) -> None:
+    """All findings are told, and not the first one alone."""
+    file = tmp_path / "pool.toml"
+    file.write_text(f"{POOL}{field} = 'file.pem'\nredis_password = 'plain'\n")
+    code, found = findings(file)
+    assert code == 1
+    told = "\n".join(finding["text"] for finding in found)
+    assert "certificate and " in told
+    assert "redis_password" in told
+
+
 @pytest.mark.parametrize("role", ["engine", "pool", "gateway"])
 def test_a_file_to_begin_with_can_be_used(role: str, tmp_path: Path) -> None:
     file = tmp_path / "kvtier.toml"

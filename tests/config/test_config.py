@@ -108,6 +108,7 @@ def test_environment_overrides(path: Path) -> None:
         ("[disk]\ncodec = 'auto'", ["disk.codec", "'auto' was removed", "'planes-zstd'"]),
         ("[pool_service]\nredis_ur = 'redis://x'", ["pool_service.redis_ur", "did you mean 'redis_url'"]),
         ("tenant = ", ["not valid TOML", "end of document"]),
+        ("[host]\ncapacity_bytes = " + "9" * 5000, ["not valid TOML", "too many digits"]),
         ("tenant = " + "[" * 100_000, ["not valid TOML", "nested too deeply"]),
     ],
 )
@@ -123,6 +124,11 @@ def test_errors_name_file_key_and_remedy(tmp_path: Path, text: str, parts: list[
 def test_an_unknown_override_is_an_error(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pool\.adress.*'address'"):
         load_config(path, {**ENVIRON, "KVTIER__POOL__ADRESS": "x"})
+
+
+def test_a_file_without_end() -> None:
+    with pytest.raises(ConfigError, match=r"/dev/zero: cannot read the configuration: .* 16,000,000 characters"):
+        load_config(Path("/dev/zero"), {})
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
