@@ -1,15 +1,10 @@
 """Whom a pool, a gateway and an engine let in: the credentials that a configuration accepts, and the files of them."""
 
-import hashlib
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvtier.config.config import Config
-from kvtier.config.credentials import AcceptedToken, Role, TokenConfig
-
-_DIGESTS_OF_NOTHING = frozenset(hashlib.sha256(nothing).hexdigest() for nothing in (b"", b"\n"))
-"""What a recipe makes of a token that it failed to make."""
+from kvtier.config.credentials import AcceptedToken, Role, TokenConfig, require_digest
 
 
 def require_clients(config: Config) -> None:
@@ -72,11 +67,13 @@ def accepted_certificates(config: Config) -> dict[str, str]:
 def token_digest(config: Config, key: str, token: TokenConfig) -> str:
     """Returns the digest of one token, wherever its entry says that it is. Raises `ConfigError`, which names `key`."""
     text, references = token.sha256, config.references
-    digest = references.secret(key, text) if text.startswith(("env:", "file:")) else text
-    if not re.fullmatch("[0-9a-f]{64}", digest):
-        raise references.error_about(key, "not 64 lower-case hex digits; make it with: printf %s TOKEN | sha256sum")
-    if digest in _DIGESTS_OF_NOTHING:
-        raise references.error_about(key, "the digest of an empty token; make a token with: openssl rand -hex 32")
+    if not text.startswith(("env:", "file:")):
+        return text
+    digest = references.secret(key, text)
+    try:
+        require_digest(digest)
+    except ValueError as error:
+        raise references.error_about(key, str(error)) from error
     return digest
 
 

@@ -1,14 +1,18 @@
 """Tokens of tenants, operators and observers: how they are configured, and what a pool accepts."""
 
+import hashlib
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import AwareDatetime, BeforeValidator, Field
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field
 
 from kvtier.config.fields import Section
 
 _ID_DIGITS = 8
+_DIGESTS_OF_NOTHING = frozenset(hashlib.sha256(nothing).hexdigest() for nothing in (b"", b"\n"))
+"""What a recipe makes of a token that it failed to make."""
 
 
 class Role(StrEnum):
@@ -37,7 +41,22 @@ def _as_table(value: object) -> object:
     return {"sha256": value} if isinstance(value, str) else value
 
 
-Tokens = list[Annotated[TokenConfig, BeforeValidator(_as_table)]]
+def _checked_digests(tokens: list[TokenConfig]) -> list[TokenConfig]:
+    for text in (token.sha256 for token in tokens):
+        if not text.startswith(("env:", "file:")):
+            require_digest(text)
+    return tokens
+
+
+def require_digest(text: str) -> None:
+    """Raises `ValueError`, which says what to do, for what is no digest of a token."""
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise ValueError("not 64 lower-case hex digits; make it with: printf %s TOKEN | sha256sum")
+    if text in _DIGESTS_OF_NOTHING:
+        raise ValueError("the digest of an empty token; make a token with: openssl rand -hex 32")
+
+
+Tokens = Annotated[list[Annotated[TokenConfig, BeforeValidator(_as_table)]], AfterValidator(_checked_digests)]
 """Digests, or tables of digests that end."""
 
 

@@ -9,6 +9,8 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    ValidatorFunctionWrapHandler,
+    field_validator,
 )
 
 from kvtier.errors import ConfigError
@@ -16,11 +18,19 @@ from kvtier.net.address import GRPC_PREFIX, Address
 from kvtier.policies.admission_text import parse_admission
 
 OVERRIDE_PREFIX = "KVTIER__"
+NO_REFERENCE = 'use "env:NAME" or "file:PATH": a secret itself does not belong where others may read it'
 
-Bytes = Annotated[ByteSize, Field(ge=0, le=2**60)]
-TierBytes = Annotated[ByteSize, Field(ge=2**20, le=2**60)]
+
+def _as_ascii(size: object) -> object:
+    if isinstance(size, str) and not size.isascii():  # pydantic takes all digits of Unicode
+        raise ValueError("not a size; use a number of bytes, or a size such as 4GiB")
+    return size
+
+
+Bytes = Annotated[ByteSize, Field(ge=0, le=2**60), BeforeValidator(_as_ascii)]
+TierBytes = Annotated[ByteSize, Field(ge=2**20, le=2**60), BeforeValidator(_as_ascii)]
 """The size of a tier of the pool, or of a tenant's part of one."""
-SegmentBytes = Annotated[ByteSize, Field(ge=2**20, le=2**40)]
+SegmentBytes = Annotated[ByteSize, Field(ge=2**20, le=2**40), BeforeValidator(_as_ascii)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 Count = Annotated[int, Field(ge=1)]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
@@ -59,6 +69,16 @@ SyncName = Literal["none", "sealed", "batch"]
 """A `kvtier.tiers.disk.state.segment_files.SyncPolicy`: what of a disk tier outlives a loss of power."""
 DirectIoName = Literal["auto", "on", "off"]
 """A `kvtier.tiers.disk.medium.direct_io.DirectIo`: whether a disk tier goes past the page cache."""
+
+
+def _checked_reference(text: str) -> str:
+    if not text.startswith(("env:", "file:")):
+        raise ValueError(NO_REFERENCE)
+    return text
+
+
+SecretReference = Annotated[str, AfterValidator(_checked_reference)]
+"""Where a secret is, for `kvtier.config.references.References.secret`."""
 
 
 def _checked_address(text: str) -> str:
@@ -107,6 +127,15 @@ def as_list(value: Any) -> Any:
 
 
 class Section(BaseModel):
-    """A table of the file. Frozen; unknown keys are errors."""
+    """A table of the file. Frozen; unknown keys are errors, and so is `true` where a number stands."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _no_truth_value_for_a_number(cls, value: object, validated: ValidatorFunctionWrapHandler) -> object:
+        """Pydantic takes them for 1 and 0."""
+        checked: object = validated(value)
+        if isinstance(value, bool) and not isinstance(checked, bool):
+            raise ValueError("neither true nor false can stand there; kvtier config keys says what can")
+        return checked

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
 
 from kvtier.config.credentials import Tokens
-from kvtier.config.fields import Bytes, Count, HttpAddress, Seconds, Section, TierBytes
+from kvtier.config.fields import Bytes, Count, HttpAddress, Seconds, SecretReference, Section, TierBytes
 
 DNS_PREFIX = "dns+"
 """What the URL of engines begins with whose name has one address for each of them."""
@@ -94,7 +94,7 @@ class GatewayConfig(Section):
     engines: list[Annotated[GatewayEngineConfig, BeforeValidator(_as_table)]] = Field(default=[])
     """The engines, each by its URL, or as a table of `url` and more. Read again when the file changes, and on SIGHUP:
     those that are gone get no new requests, and finish what they have."""
-    engine_token: str | None = None
+    engine_token: SecretReference | None = None
     """`env:NAME` or `file:PATH` of the bearer token that engines want (`--api-key` in vLLM). Without: none is sent.
     Clients' own keys never get to engines."""
     engine_tls_ca: Path | None = None

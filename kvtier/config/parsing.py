@@ -5,7 +5,7 @@ import hashlib
 import os
 import select
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,6 +29,14 @@ _PIPE_S = 3.0
 """How long a pipe may take until somebody writes into it."""
 _MOST_CHARACTERS = 16_000_000
 """What a configuration may have: the tables of tens of thousands of tenants."""
+_REMEDIES = {
+    "less_than": "; lower it",
+    "less_than_equal": "; lower it",
+    "greater_than": "; raise it",
+    "greater_than_equal": "; raise it",
+    "missing": "; set it",
+}
+"""What to do about pydantic's kinds of errors, where their words do not say so."""
 _NAMED_TABLES: Mapping[str, type[BaseModel]] = {
     "tenants": TenantConfig,
     "operators": RoleConfig,
@@ -92,18 +100,27 @@ def _environment(environ: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _parsed(data: dict[str, Any], references: References) -> Config:
-    source, environ = references.source, references.environ
+    source = references.source
     try:
-        config = Config.model_validate(_overridden(data, environ))
+        config = Config.model_validate(_overridden(data, references.environ))
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(references, data, e) for e in error.errors())) from error
     config._references = references
+    if problems := [*_bad_names(config), *_unknown_tenants(config)]:
+        raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems))
+    return config
+
+
+def _bad_names(config: Config) -> Iterable[str]:
     for table in _NAMED_TABLES:
         for name in getattr(config, table):
             try:
                 tenant_id(name)
             except InvalidInputError as error:
-                raise ConfigError(f"{source}: {table}.{name}: {error}") from error
+                yield f"{printable(f'{table}.{name}')}: {error}"
+
+
+def _unknown_tenants(config: Config) -> Iterable[str]:
     named = [("gateway_tenants", name) for name in config.gateway_tenants]
     named += [(f"api_keys.{key}.tenant", table.tenant) for key, table in config.api_keys.items()]
     for engine in config.gateway.engines:
@@ -112,8 +129,7 @@ def _parsed(data: dict[str, Any], references: References) -> Config:
         named.append(("tenant", config.tenant))
     for key, name in named:
         if name not in config.tenants:
-            raise ConfigError(f"{source}: {key}: {name!r} has no table{nearest(name, config.tenants)}")
-    return config
+            yield f"{printable(key)}: {name!r} has no table{nearest(name, config.tenants)}"
 
 
 def overridden_keys(environ: Mapping[str, str]) -> dict[str, str]:
@@ -139,6 +155,11 @@ def nearest(name: str, valid: Collection[str]) -> str:
     """What an error about an unknown name ends with: the valid one that was perhaps meant, or all of them."""
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(sorted(valid)) or 'none'}"
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal or a log: what is not printable is written as Python escapes it."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def token_sha256(token: str) -> str:
@@ -180,16 +201,17 @@ def _explain(references: References, data: Mapping[str, Any], error: Any) -> str
     :param data: what stands in the file.
     """
     location = [str(part) for part in error["loc"]]
-    key = ".".join(location)
+    key = printable(".".join(location))
     variable = _to_blame(location, data, overridden_keys(references.environ))
     source = references.source if variable is None else f"environment variable {variable}"
     if error["type"] == "extra_forbidden":
         return f"{source}: {key}: unknown key{nearest(location[-1], _fields_beside(location))}"
     if error["type"] in ("model_type", "dict_type"):
         return f"{source}: {key}: a table, and no value: set its keys (kvtier config keys)"
+    if error["type"].startswith("byte_size"):
+        return f"{source}: {key}: not a size; use a number of bytes, or a size such as 4GiB"
     message = error["msg"].removeprefix("Value error, ")  # pydantic's, before words of ours
-    remedy = "; use a number of bytes, or a size such as 4GiB" if error["type"].startswith("byte_size") else ""
-    return f"{source}: {key}: {message}{remedy}"
+    return f"{source}: {key}: {message.replace('Input should', 'it should')}{_REMEDIES.get(error['type'], '')}"
 
 
 def _to_blame(location: list[str], data: Mapping[str, Any], variables: Mapping[str, str]) -> str | None:

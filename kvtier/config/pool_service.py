@@ -20,6 +20,7 @@ from kvtier.config.fields import (
     ListenAddress,
     PolicyName,
     Seconds,
+    SecretReference,
     Section,
     SegmentBytes,
     SocketMode,
@@ -121,7 +122,7 @@ class PoolServiceConfig(Section):
     `unix://`, `redis+sentinel://host:port,host:port/service`, `redis+cluster://host:port`. Without: no such tier."""
     redis_username: str | None = None
     """The user of its ACLs; without, the server's default user."""
-    redis_password: str | None = None
+    redis_password: SecretReference | None = None
     """`env:NAME` or `file:PATH`, never the password itself. A file is read again for each new connection."""
     redis_ttl_s: Annotated[int, Field(ge=0, le=2**31)] = 86_400
     """A block that nobody uses for so long is forgotten by Redis; 0 leaves that to its `maxmemory-policy`."""

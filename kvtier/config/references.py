@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.config.fields import OVERRIDE_PREFIX
+from kvtier.config.fields import NO_REFERENCE, OVERRIDE_PREFIX
 from kvtier.errors import ConfigError
 
 
@@ -31,8 +31,8 @@ class References:
         return self.folder / path.expanduser()
 
     def secret(self, key: str, reference: str) -> str:
-        """The secret that `env:NAME` or `file:PATH` refers to. Raises `ConfigError`, which names the key that it is
-        for."""
+        """The secret that a `kvtier.config.fields.SecretReference` refers to. Raises `ConfigError`, which names the
+        key that it is for."""
         if reference in self._read:
             return self._read[reference]
         scheme, _, name = reference.partition(":")
@@ -47,9 +47,7 @@ class References:
                 raise self.error_about(key, f"cannot read {path}: {error}") from error
             remedy = f"file {path} is empty; write the secret into it"
         else:
-            raise self.error_about(
-                key, 'use "env:NAME" or "file:PATH": a secret itself does not belong where others may read it'
-            )
+            raise self.error_about(key, NO_REFERENCE)
         if not value:
             raise self.error_about(key, remedy)
         self._read[reference] = value

@@ -9,6 +9,8 @@ from typing import Protocol
 from kvtier.config.config import Config
 from kvtier.errors import KvtierError
 
+_LOOK_S = 1.0
+"""Seconds between two looks whether files have changed."""
 _log = logging.getLogger(__name__)
 
 
@@ -83,6 +85,39 @@ class Reloader:
         if found == self._seen and found != taken:
             self.reload("the configuration has changed")
         self._seen = found
+
+
+class ReloadThread:
+    """Looks with a `Reloader` again and again, and reloads when asked, on a thread of its own: a file may be a pipe
+    that nobody writes into, or lie on a file system that hangs, and the service waits for neither. Any thread."""
+
+    def __init__(self, reloader: Reloader) -> None:
+        self._reloader = reloader
+        self._asked, self._hung_up, self._ending = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvtier-reload", daemon=True)
+
+    def start(self) -> None:
+        """Begins to look. Once."""
+        self._thread.start()
+
+    def hang_up(self) -> None:
+        """Has the configuration read at once: SIGHUP has come. No signal handler: it takes a lock."""
+        self._hung_up.set()
+        self._asked.set()
+
+    def stop(self) -> None:
+        """Has no more of it read. Does not wait for what is being read."""
+        self._ending.set()
+        self._asked.set()
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            if self._hung_up.is_set():
+                self._hung_up.clear()  # before the configuration is read: a later change comes with another signal
+                self._reloader.reload("SIGHUP")
+            self._reloader.look()
+            if self._asked.wait(_LOOK_S):
+                self._asked.clear()
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:

@@ -5,7 +5,7 @@ from typing import Annotated, Self
 from pydantic import AwareDatetime, ByteSize, Field, model_validator
 
 from kvtier.config.credentials import Tokens
-from kvtier.config.fields import Bytes, Section, TierBytes
+from kvtier.config.fields import Bytes, SecretReference, Section, TierBytes
 
 
 class ShareConfig(Section):
@@ -38,7 +38,7 @@ class RedisShareConfig(Section):
 class PreviousSecretConfig(Section):
     """A secret that keyed the prefix chain before."""
 
-    secret: str
+    secret: SecretReference
     """`env:NAME` or `file:PATH` of it."""
     retire_at: AwareDatetime
     """It is not used from then on; with an offset, such as `2027-01-31T00:00:00Z`. Early: what has not been asked for
@@ -62,7 +62,7 @@ class RateConfig(Section):
 class TenantConfig(Section):
     """One tenant. Values of secrets are `env:NAME` or `file:PATH`, never the secret itself."""
 
-    secret: str | None = None
+    secret: SecretReference | None = None
     """The secret that keys the prefix chain, of 16 random bytes or more. Engines only: the pool must not have it."""
     previous_secrets: list[PreviousSecretConfig] = Field(default=[], max_length=4)
     """Secrets that `secret` has replaced, the newest first, 4 at the most. Blocks that no tier has under `secret` are
@@ -70,9 +70,9 @@ class TenantConfig(Section):
     not found whole one more lookup of a block. Without: a new secret forgets everything. Engines only."""
     salt: str = ""
     """Separates caches under one secret. Changing it forgets everything."""
-    token: str | None = None
+    token: SecretReference | None = None
     """Bearer token for the cache pool. Engines only."""
-    storage_keys: str | None = None
+    storage_keys: SecretReference | None = None
     """Keys that this tenant's blocks are sealed with on disk and in Redis: `env:NAME` or `file:PATH` of one or more
     `ID:KEY`, 64 hex digits a key. The largest id seals, all open. Pools, for their disk and Redis, and engines, for
     their own disk. Without: blocks are stored as they are. Needs `kvtier[seal]`. Pools read them again as tokens
@@ -80,7 +80,7 @@ class TenantConfig(Section):
     storage_reads_plain: bool = False
     """Whether a tenant with `storage_keys` reads blocks that are not sealed, too. Set it for as long as blocks of
     before are worth more than being safe from somebody who can write to the disk or the Redis."""
-    sealing_keys: str | None = None
+    sealing_keys: SecretReference | None = None
     """Keys that engines seal this tenant's blocks with before they go to the pool, which must not have them: in the
     form of `storage_keys`. Engines only. Blocks that are not sealed are not read from the pool then. Change `salt` when
     you set it or take it out: until they are evicted, blocks of before keep the names that new ones need."""

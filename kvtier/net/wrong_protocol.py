@@ -16,8 +16,11 @@ class WrongProtocolError(InvalidInputError):
         :param first: the first bytes that came from it.
         :param expected: what is spoken here.
         """
-        super().__init__(f"not {expected}: {_guess(first)}")
+        guess = _guess(first)
+        super().__init__(f"not {expected}: {guess or f'it begins with {first[:4]!r}'}")
         self.first = first
+        self.is_strange = guess is None
+        """Whether the message cannot say what it speaks, nor what to do."""
 
 
 def http_refusal(hint: str) -> bytes:
@@ -26,7 +29,8 @@ def http_refusal(hint: str) -> bytes:
     return f"HTTP/1.1 400 Bad Request\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
 
 
-def _guess(first: bytes) -> str:
+def _guess(first: bytes) -> str | None:
+    """What it seems to speak, and what to do; None of what is none of ours."""
     if first.startswith(b"PRI ") or (first[:2] == b"\0\0" and first[3:5] == b"\x04\0"):
         return "this looks like gRPC; the pool's gRPC port is `grpc_listen`, engines name it `grpc:host:port`"
     if first.startswith((b"HTTP", b"GET ", b"POST", b"HEAD", b"PUT ")):
@@ -38,4 +42,4 @@ def _guess(first: bytes) -> str:
         )
     if first.startswith(BLOCK_MAGIC):
         return "this looks like kvtier in the clear: set `tls_ca` in the engine's [pool]"
-    return f"it begins with {first[:4]!r}"
+    return None

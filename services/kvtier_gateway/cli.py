@@ -1,27 +1,28 @@
 """`kvtier gateway`: commands of the gateway."""
 
 import asyncio
-import contextlib
 import gc
 import logging
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvtier.cli.options import LogFormat, LogLevel, command_group, with_log_options
 from kvtier.config import Config, load_config
 from kvtier.config.findings import log_warnings
-from kvtier.config.reloading import Reloader
+from kvtier.config.reloading import Reloader, ReloadThread
 from kvtier.system.logs import set_up_logs
 from kvtier.system.open_files import raise_open_files_limit
 from kvtier.system.process_metrics import leave_out_creation_times
 from kvtier_gateway.checks import setting_findings
+from kvtier_gateway.protection import require_usable
 
-_LOOK_S = 1.0
-"""Seconds between two looks whether the configuration's files have changed."""
+if TYPE_CHECKING:
+    from kvtier_gateway.service import GatewayService
+
 _GC_THRESHOLDS = (700, 10, 1_000)
 """A full collection is needed rarely: what the gateway remembers has no cycles."""
 _log = logging.getLogger(__name__)
@@ -74,31 +75,41 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     uvloop.run(_serve(config, read_again))
 
 
+class _OnLoop:
+    """The service, for a reloader on another thread: it takes configurations on its event loop."""
+
+    def __init__(self, service: "GatewayService", loop: asyncio.AbstractEventLoop) -> None:
+        self.name, self.what = service.name, service.what
+        self.files, self.note = service.files, service.note
+        self._service, self._loop = service, loop
+
+    def take(self, config: Config) -> None:
+        """As `GatewayService.take`. Files that the configuration names are read here, and not on the loop."""
+        require_usable(config)
+
+        async def take() -> None:
+            self._service.take(config)
+
+        asyncio.run_coroutine_threadsafe(take(), self._loop).result()
+
+
 async def _serve(config: Config, read_again: Callable[[], Config]) -> None:
     from kvtier_gateway.service import GatewayService
 
     loop = asyncio.get_running_loop()
-    ending, asked = asyncio.Event(), asyncio.Event()
+    ending = asyncio.Event()
 
     def end(number: int) -> None:
         ending.set()
-        asked.set()
         # A second one ends a stop that takes too long for somebody's patience.
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_DFL)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end, number)
-    is_hangup = False
-
-    def hang_up() -> None:
-        nonlocal is_hangup
-        is_hangup = True
-        asked.set()
-
-    loop.add_signal_handler(signal.SIGHUP, hang_up)
     service = GatewayService(config)
-    reloader = Reloader(service, config, read_again)
+    reloads = ReloadThread(Reloader(_OnLoop(service, loop), config, read_again))
+    loop.add_signal_handler(signal.SIGHUP, reloads.hang_up)
     try:
         addresses = await service.start()
         # What stands now stands as long as the process. A full collection, for which all requests wait, would walk it
@@ -107,14 +118,8 @@ async def _serve(config: Config, read_again: Callable[[], Config]) -> None:
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         print(f"ready url={addresses.url} status={addresses.status}", flush=True)
-        while not ending.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
-                    await asked.wait()
-            asked.clear()
-            if is_hangup:
-                is_hangup = False
-                reloader.reload("SIGHUP")
-            reloader.look()
+        reloads.start()
+        await ending.wait()
     finally:
+        reloads.stop()
         await service.stop()

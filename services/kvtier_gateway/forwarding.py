@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ _NO_TENANT = re.compile(rb'"param":\s*"kv_transfer_params\.kvtier\.tenant"')
 """An engine that does not serve a request's tenant answers with this. The gateway has named the tenant, no client."""
 _ANSWERS = range(200, 600)
 """Statuses of answers. No client asks for others, such as 101, through a gateway."""
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ class Forwarding:
                         failure = error
                         route.ended(failed=True)
                         self._metrics.attempts.labels(engine.url, error.outcome).inc()
-                        _log.warning("engine %s did not answer a request: %s", engine.url, error)
+                        engine.request_log.warning(f"engine {engine.url} did not answer a request: {error}")
                     finally:
                         route.ended(failed=False)
             raise _nobody(failure)
@@ -190,7 +188,7 @@ class Forwarding:
         else:
             error = ApiError(502, "the engine failed before the answer was complete", code="engine_failed")
             self._metrics.broken_streams.labels(engine.url).inc()
-            _log.warning("engine %s failed in the middle of an answer", engine.url)
+            engine.request_log.warning(f"engine {engine.url} failed in the middle of an answer")
         if answer.content_type == "text/event-stream":
             with contextlib.suppress(ConnectionError):
                 await answer.write(error.event())

@@ -18,7 +18,7 @@ from kvtier.cli.options import LogFormat, LogLevel, command_group, with_log_opti
 from kvtier.config import Config, load_config, parse_config
 from kvtier.config.accepted import accepted_tokens
 from kvtier.config.findings import log_warnings
-from kvtier.config.reloading import Reloader
+from kvtier.config.reloading import Reloader, ReloadThread
 from kvtier.errors import ConfigError
 from kvtier.memory.malloc import give_back_freed_memory, keep_freed_memory
 from kvtier.system.logs import set_up_logs
@@ -139,7 +139,10 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     give_back_freed_memory()  # what imports, and reading the configuration, have left
     block, grpc = ",".join(addresses.block), ",".join(addresses.grpc)
     print(f"ready block={block} grpc={grpc} http={addresses.http}", flush=True)
-    _serve_until_ended(service, reloader, came)
+    reloads = ReloadThread(reloader)
+    reloads.start()
+    _serve_until_ended(service, reloads, came)
+    reloads.stop()
     service.stop()
     ending.set()
     operators.stop()  # last: the disk of a trace may not answer, and what clients were promised is written by now
@@ -171,8 +174,8 @@ def _noted_signals() -> set[int]:
     return came
 
 
-def _serve_until_ended(service: PoolService, reloader: Reloader, came: set[int]) -> None:
-    """Reloads and looks after the service until one of the signals that `came` is to end it."""
+def _serve_until_ended(service: PoolService, reloads: ReloadThread, came: set[int]) -> None:
+    """Looks after the service until one of the signals that `came` is to end it."""
     # The kernel may give the signal to another thread, and Python runs the handler in this one, when it wakes. So that
     # it does, whichever thread has the signal writes to the pipe.
     signals, written = os.pipe()
@@ -180,9 +183,8 @@ def _serve_until_ended(service: PoolService, reloader: Reloader, came: set[int])
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
     while not came & {signal.SIGTERM, signal.SIGINT}:
         if signal.SIGHUP in came:
-            came.remove(signal.SIGHUP)  # before the configuration is read: a later change comes with another signal
-            reloader.reload("SIGHUP")
-        reloader.look()
+            came.remove(signal.SIGHUP)
+            reloads.hang_up()
         if num_ended := service.end_stale():
             _log.info("%d connections ended: their tokens have expired", num_ended)
         if select.select([signals], [], [], _LOOK_S)[0]:

@@ -53,7 +53,7 @@ def findings(file: Path, **environ: str) -> tuple[int, list[dict[str, str]]]:
 def test_files_for_tls_of_a_pool_that_are_not_all_there(field: str, tmp_path: Path) -> None:
     """All findings are told, and not the first one alone."""
     file = tmp_path / "pool.toml"
-    file.write_text(f"{POOL}{field} = 'file.pem'\nredis_password = 'plain'\n")
+    file.write_text(f"{POOL}{field} = 'file.pem'\nredis_password = 'env:NO_SUCH_VARIABLE'\n")
     code, found = findings(file)
     assert code == 1
     told = "\n".join(finding["text"] for finding in found)
@@ -288,7 +288,7 @@ def test_an_error_of_the_environment_names_the_variable(tmp_path: Path) -> None:
     file = tmp_path / "kvtier.toml"
     file.write_text("[pool_service]\nmemory_bytes = '1GiB'\n")
     for variable, part in (
-        ("POOL_SERVICE__MEMORY_BYTES", "could not parse"),
+        ("POOL_SERVICE__MEMORY_BYTES", "not a size; use a number of bytes"),
         ("POOL_SERVICE__MEMROY_BYTES", "did you mean 'memory_bytes'"),
         ("HOTS__CAPACITY_BYTES", "hots: unknown key; did you mean 'host'"),
         ("TENANTS__RED__MEMRY__CAP_BYTES", "did you mean 'memory'"),
@@ -319,6 +319,55 @@ def test_show_says_who_has_set_what(tmp_path: Path) -> None:
     }
     everything = json.loads(run("show", str(file), "--all", "--json").stdout)["settings"]
     assert {"key": "cache.tokens_per_block", "value": 16, "source": "default"} in everything
+
+
+def test_show_prints_no_secret_and_no_control_characters(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    file.write_text("[tenants.red]\nsecret = 'never shown'\n")
+    done = run("show", str(file))
+    assert (done.returncode, "env:NAME" in done.stderr, "never shown" in done.stdout + done.stderr) == (1, True, False)
+    file.write_text('[engine.adapters."a\\u001bc"]\npath = "x"\n')
+    shown = run("show", str(file)).stdout
+    assert "engine.adapters.a\\x1bc.path" in shown
+
+
+@pytest.mark.parametrize(
+    ("variable", "key"),
+    [
+        ("KVTIER_POOL_ADDRESS", "pool.address"),
+        ("KVTIER_POOL__ADDRESS", "pool.address"),
+        ("kvtier__pool__address", "pool.address"),
+        ("KVTIER_HOST_CAPACITY_BYTES", "host.capacity_bytes"),
+    ],
+)
+def test_a_variable_that_nearly_names_a_key(variable: str, key: str, tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    assert run("init", "engine", "--output", str(file)).returncode == 0
+    code, found = findings(file, **SECRETS, **{variable: "127.0.0.1:1"})
+    (text,) = [each["text"] for each in found if each["key"] == key and "variable" in each["text"]]
+    meant = f"KVTIER__{key.replace('.', '__').upper()}"
+    assert (code, text) == (0, f"the variable {variable} does not set it; {meant} would")
+
+
+def test_variables_of_ones_own(tmp_path: Path) -> None:
+    """Those that the file refers to, and those that name no key."""
+    file = tmp_path / "kvtier.toml"
+    text = run("init", "engine").stdout.replace("env:KVTIER_SECRET", "env:KVTIER_POOL_ADDRESS")
+    file.write_text(text)
+    code, found = findings(file, **SECRETS, KVTIER_POOL_ADDRESS="s" * 32, KVTIER_TENANT="x", KVTIER_CONFIG="x")
+    assert (code, [each["text"] for each in found if "variable" in each["text"]]) == (0, [])
+
+
+def test_what_starts_and_cannot_do_what_is_set(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    assert run("init", "engine", "--output", str(file)).returncode == 0
+    file.write_text(file.read_text().replace("[host]", "[host]\ncapacity_bytes = 1"))
+    code, found = findings(file, **SECRETS)
+    (finding,) = [each for each in found if each["defeats"]]
+    assert (code, finding["key"], finding["severity"]) == (0, "host.capacity_bytes", "warning")
+    assert "use at least 1GiB" in finding["text"]
+    last = run("check", str(file), **SECRETS).stdout.splitlines()[-1]
+    assert last == f"{file}: a process starts with it, and cannot do what is set: host.capacity_bytes"
 
 
 def test_keys_by_their_beginning() -> None:

@@ -5,8 +5,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -106,6 +107,9 @@ def test_a_dead_pool_and_a_black_hole(tmp_path: Path) -> None:
     left.close()
     diagnosed(engine_file(tmp_path, f"unix:{tmp_path}/left.sock")).tells("nobody listens: its pool has ended")
     diagnosed(engine_file(tmp_path, f"unix:{tmp_path}/none.sock")).tells("there is no such socket")
+    (tmp_path / "file.sock").touch()
+    found = diagnosed(engine_file(tmp_path, f"unix:{tmp_path}/file.sock"))
+    found.tells("there is no socket, but another file", "name the pool's socket")
     with socket.create_server(("127.0.0.1", 0), backlog=0) as hole:
         place = hole.getsockname()
         with socket.create_connection(place):  # its queue is full: what comes next is not answered
@@ -113,6 +117,20 @@ def test_a_dead_pool_and_a_black_hole(tmp_path: Path) -> None:
             found.tells(f"pool.address 127.0.0.1:{place[1]}", "no answer within 0.2 s", "firewall")
         own = pool_file(tmp_path, "http_listen = '127.0.0.1:1'", listen=f"127.0.0.1:{place[1]}")
         diagnosed(own).tells("somebody listens at", "no pool answers at http://127.0.0.1:1")
+
+
+def test_a_server_of_another_kind(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def greet() -> None:
+            with suppress(OSError):
+                while True:
+                    listening.accept()[0].sendall(b"SSH-2.0-OpenSSH_9.2p1 Debian\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        found = diagnosed(engine_file(tmp_path, f"127.0.0.1:{listening.getsockname()[1]}"))
+        found.tells("it begins with b'SSH-'", "correct the address", "`listen`")
+        listening.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_full_disk_and_too_little_memory(tmp_path: Path) -> None:

@@ -86,6 +86,21 @@ def test_environment_overrides(path: Path) -> None:
         ("[cache]\ntokens_per_block = 0", ["cache.tokens_per_block", "greater than or equal to 1"]),
         ("[cache]\ntokens_per_block = 65537", ["cache.tokens_per_block", "less than or equal to 65536"]),
         ("[cache]\nload_deadline_s = 0", ["cache.load_deadline_s", "greater than 0"]),
+        ("[host]\ncapacity_bytes = true", ["host.capacity_bytes", "neither true nor false", "kvtier config keys"]),
+        ("[cache]\ntokens_per_block = true", ["cache.tokens_per_block", "neither true nor false"]),
+        ("[pool]\nconnect_timeout_s = true", ["pool.connect_timeout_s", "neither true nor false"]),
+        ("[host]\ncapacity_bytes = '\u0663GiB'", ["host.capacity_bytes", "a size such as 4GiB"]),
+        ("[host]\ncapacity_bytes = nan", ["host.capacity_bytes: not a size; use", "a size such as 4GiB"]),
+        ("[host]\ncapacity_bytes = ''", ["host.capacity_bytes: not a size; use", "a size such as 4GiB"]),
+        ("[host]\ncapacity_bytes = '9EiB'", ["it should be less than or equal to 1152921504606846976; lower it"]),
+        ("[api_keys.a]\nkey_sha256 = []", ["api_keys.a.tenant", "set it"]),
+        ('[host]\n"a\\nb\\u001b[2J" = 1', ["host.a\\nb\\x1b[2J: unknown key"]),
+        ("[api_keys.\"\\u001bc\"]\ntenant = 'x'", ["api_keys.\\x1bc: ", "a-z"]),
+        ("tenant = 'rde'\n[tenants.'R']\n[tenants.red]\n", ["tenants.R: ", "tenant: 'rde'", "did you mean 'red'"]),
+        ("[gateway]\nengine_token = 'sk-plain'", ["gateway.engine_token", "env:NAME", "a secret itself"]),
+        ("[pool_service]\nredis_password = 'sk-plain'", ["pool_service.redis_password", "env:NAME"]),
+        ("[tenants.red]\ntoken_sha256 = ['sk-plain']", ["tenants.red.token_sha256: not 64", "sha256sum"]),
+        ("[tenants.red]\nsealing_keys = 'sk-plain'", ["tenants.red.sealing_keys", "env:NAME"]),
         ("tenant = 'rde'\n[tenants.red]\n", ["tenant", "'rde'", "did you mean 'red'"]),
         ("[tenants.'Red Team']\n", ["Red Team", "a-z"]),
         ("[host]\ncapacity_bytes = 1e26", ["host.capacity_bytes"]),
@@ -119,6 +134,8 @@ def test_errors_name_file_key_and_remedy(tmp_path: Path, text: str, parts: list[
         load_config(path, {})
     for part in ["broken.toml", *parts]:
         assert part in str(error.value)
+    assert "sk-plain" not in str(error.value), "errors never show what may be a secret"
+    assert all(char.isprintable() for char in str(error.value).replace("\n", ""))
 
 
 def test_an_unknown_override_is_an_error(path: Path) -> None:
@@ -144,6 +161,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
         ("pool_service", "listen", ["grpc:127.0.0.1:0"], "host:port or unix:/path"),
         ("pool_service", "disk_direct_io", "maybe", "'auto', 'on' or 'off'"),
         ("disk", "direct_io", True, "'auto', 'on' or 'off'"),
+        ("pool", "insecure", 3, "pool.insecure: it should be a valid boolean"),
         ("pool_service", "memory_bytes", "1MB", "pool_service.memory_bytes: .* equal to 1048576"),
         ("pool_service", "disk_bytes", 0, "pool_service.disk_bytes: .* equal to 1048576"),
         ("pool_service", "max_pin_s", -1, "greater than or equal to 0"),

@@ -3,6 +3,8 @@
 import contextlib
 import http.client
 import json
+import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -41,6 +43,33 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         with running_gateway(config) as gateway:
             gateway.until_up(engine.url)
             yield Site(folder, engine, gateway)
+
+
+def test_a_configuration_that_is_read_slowly_holds_up_no_request(site: Site) -> None:
+    """It is a pipe that somebody has begun to write into. An engine that fails meanwhile is told of once."""
+    config = site.folder / "gateway.toml"
+    text = config.read_text()
+    os.mkfifo(site.folder / "pipe")
+    (site.folder / "pipe").replace(config)
+    site.gateway.service.process.send_signal(signal.SIGHUP)
+    writers: list[int] = []
+
+    def is_being_read() -> bool:
+        with contextlib.suppress(OSError):
+            writers.append(os.open(config, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(writers)
+
+    until(is_being_read, "it is being read")
+    os.write(writers[0], text[:9].encode())
+    assert site.gateway.ask("alice", prompt="x").status_code == 200
+    with site.answering(lambda request: request.say(b"{}", status=503)):
+        assert {site.gateway.ask("alice", prompt="x").status_code for _ in range(5)} == {503}
+    assert site.gateway.log.count("did not answer a request: it answers 503") == 1
+    os.write(writers[0], text[9:].encode())
+    os.close(writers[0])
+    site.gateway.says("SIGHUP: the gateway has the ")
+    config.unlink()
+    config.write_text(text)
 
 
 def test_only_what_may_go_on_goes_on(site: Site) -> None:

@@ -5,7 +5,9 @@ from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 
 from kvtier.config import Config
+from kvtier.config.fields import OVERRIDE_PREFIX
 from kvtier.config.findings import Finding, Severity
+from kvtier.config.reference import keys
 
 CHECKS = "kvtier.config_checks"
 """Entry points: name -> `kvtier.config.findings.Checks`."""
@@ -21,7 +23,11 @@ def findings_of(config: Config) -> list[Finding]:
 def checks_of(config: Config) -> list[Callable[[], Iterable[Finding]]]:
     """Returns what gives these findings, in parts that depend on each other in nothing."""
     entries = entry_points(group=CHECKS)
-    return [partial(_nothing_set, config), *(partial(_found_by, entry, config) for entry in entries)]
+    return [
+        partial(_nothing_set, config),
+        partial(_unheard_variables, config),
+        *(partial(_found_by, entry, config) for entry in entries),
+    ]
 
 
 def _found_by(entry: EntryPoint, config: Config) -> Iterable[Finding]:
@@ -34,3 +40,17 @@ def _found_by(entry: EntryPoint, config: Config) -> Iterable[Finding]:
 def _nothing_set(config: Config) -> Iterable[Finding]:
     if not config.model_fields_set:
         yield Finding(Severity.WARNING, "", "no key is set: it is neither an engine's file nor a pool's")
+
+
+def _unheard_variables(config: Config) -> Iterable[Finding]:
+    """Variables that nearly name a key: with single underscores or in lower case."""
+    meant = {key.path.replace(".", "_").upper(): key for key in keys() if key.table}
+    used = config.model_dump_json()
+    for variable in config.references.environ:
+        if variable.startswith(OVERRIDE_PREFIX) or f'"env:{variable}"' in used:
+            continue
+        prefix, _, rest = variable.upper().partition("_")
+        key = meant.get(rest.strip("_").replace("__", "_")) if prefix == "KVTIER" else None
+        if key is not None:
+            name = OVERRIDE_PREFIX + key.path.upper().replace(".", "__")
+            yield Finding(Severity.WARNING, key.path, f"the variable {variable} does not set it; {name} would")

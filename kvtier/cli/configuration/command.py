@@ -104,13 +104,13 @@ def check(
     found = findings(file)
     is_sound = all(finding.severity is not Severity.ERROR for finding in found)
     if json:
-        listed = [{"severity": f.severity.value, "key": f.key, "text": f.text} for f in found]
+        listed = [{"severity": f.severity.value, "key": f.key, "text": f.text, "defeats": f.defeats} for f in found]
         print_json({"file": str(file), "ok": is_sound, "findings": listed})
     else:
         for finding in found:
             where = f"{finding.key}: " if finding.key else ""
             print(f"{finding.severity.value}: {where}{finding.text}")
-        print(f"{file}: {'it can be used' if is_sound else 'nothing would start with it'}")
+        print(f"{file}: {_verdict(found)}")
     if not is_sound:
         raise typer.Exit(1)
 
@@ -146,6 +146,15 @@ def findings(file: Path) -> list[Finding]:
     except ConfigError as error:
         return [Finding(Severity.ERROR, "", line) for line in str(error).splitlines()]
     return findings_of(config)
+
+
+def _verdict(found: list[Finding]) -> str:
+    if any(finding.severity is Severity.ERROR for finding in found):
+        return "nothing would start with it"
+    defeated = [finding.key for finding in found if finding.defeats]
+    if defeated:
+        return f"a process starts with it, and cannot do what is set: {', '.join(dict.fromkeys(defeated))}"
+    return "it can be used"
 
 
 def markdown_page(found: list[Key]) -> str:

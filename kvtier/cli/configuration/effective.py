@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from kvtier.config import load_config
-from kvtier.config.parsing import overridden_keys
+from kvtier.config.parsing import overridden_keys, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,6 @@ def _values(prefix: str, section: BaseModel) -> Iterator[tuple[str, Any, bool]]:
             yield from _values(f"{path}.", value)
         elif isinstance(value, dict):
             for named, below in value.items():
-                yield from _values(f"{path}.{named}.", below)
+                yield from _values(f"{path}.{printable(named)}.", below)
         else:
             yield path, section.model_dump(mode="json", include={name})[name], is_set

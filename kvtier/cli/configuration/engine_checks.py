@@ -12,9 +12,13 @@ from kvtier.config.findings import (
     fields_of,
     room_in_memory,
     room_on_disk,
+    size_words,
     without_effect,
 )
 from kvtier.system.memory import total_bytes
+
+_LEAST_BYTES = 1 << 20
+"""Of host memory."""
 
 
 def engine_findings(config: Config) -> Iterable[Finding]:
@@ -32,6 +36,9 @@ def engine_findings(config: Config) -> Iterable[Finding]:
 def _memory(config: Config) -> Iterable[Finding]:
     effect = "all of it is touched at the start, and the kernel may end the engine"
     wanted, total = config.host_bytes(), total_bytes()
+    if wanted < _LEAST_BYTES:
+        text = f"{size_words(wanted)} hold no block of most models, and the cache is off then; use at least 1GiB"
+        yield Finding(Severity.WARNING, "host.capacity_bytes", text, defeats=True)
     if total is None or wanted <= total:  # more is an error already
         yield from room_in_memory("host.capacity_bytes", wanted, effect)
 

@@ -40,7 +40,10 @@ def _explained(config: Config, tenant: str, address: str, error: BaseException) 
         found = f"the pool refuses the token of tenant {tenant!r}, whose id is {token_id(token_sha256(token))}: {error}"
         digest = "its SHA-256 (printf %s TOKEN | sha256sum) must stand in the pool's token_sha256 of that tenant"
         return found, f"give this engine the token of tenants.{tenant} that the pool knows: {digest}"
-    if isinstance(error, TlsError | WrongProtocolError | ConfigError):
+    if isinstance(error, WrongProtocolError):
+        remedy = "correct the address: the pool's own `listen` says which" if error.is_strange else ""
+        return str(error), remedy
+    if isinstance(error, TlsError | ConfigError):
         return str(error), ""
     path = Path(address.removeprefix(GRPC_PREFIX).removeprefix(UNIX_PREFIX))
     if address.removeprefix(GRPC_PREFIX).startswith(UNIX_PREFIX):
@@ -69,6 +72,8 @@ def _socket_explained(path: Path, error: BaseException) -> tuple[str, str]:
         remedy = "start the pool on this host, share the socket's folder with this container, or correct the path"
         return "there is no such socket", remedy
     if isinstance(error, ConnectionRefusedError):
+        if not path.is_socket():
+            return "there is no socket, but another file", "name the pool's socket: its own `listen` says which"
         return "the socket is there, and nobody listens: its pool has ended", "start the pool"
     if isinstance(error, TimeoutError):
         return "no answer in time: the pool hangs or is stopped", "see the pool's log; restart it"

@@ -85,6 +85,8 @@ class Engine:
     """How it makes keys; None before it has said so, and of engines without kvtier."""
     log: QuietLog = field(default_factory=lambda: QuietLog(_log))
     """Takes lines that may come with every look."""
+    request_log: QuietLog = field(default_factory=lambda: QuietLog(_log))
+    """Takes lines that may come with every request."""
     prices: LearnedPrices = field(default_factory=LearnedPrices)
     attempts: set[Attempt] = field(default_factory=set)
     """The requests that it has from this gateway, as `holding` says."""
