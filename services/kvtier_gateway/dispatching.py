@@ -95,5 +95,5 @@ class Route:
 
 
 def _candidate(name: EngineId, engine: Engine, prices: Prices) -> Candidate:
-    load = Load(running=engine.num_begun, waiting=engine.num_waiting, kv_use=engine.loads.kv_used)
+    load = Load(engine.num_begun, engine.num_waiting, None, engine.loads.kv_used)
     return Candidate(name, load, prices)

@@ -118,7 +118,7 @@ class Engine:
     @property
     def is_fenced(self) -> bool:
         """Whether tenants would share its cache: it is told their names in a way that it has not shown to follow."""
-        if self.config.isolation != "tenant" or self.takes_tenants is not False:
+        if self.takes_tenants is not False or self.config.isolation != "tenant":
             return False
         return self.config.tenants is None or len(self.config.tenants) > 1
 
@@ -129,7 +129,7 @@ class Engine:
 
     def may_serve(self, tenant: str, model: str | None) -> bool:
         """Whether it gets new requests of this tenant for this model; None: for any."""
-        if not self.is_usable or self.is_removed or self.config.draining:
+        if not self.is_up or self.is_removed or self.config.draining or self.is_fenced:
             return False
         if self.config.tenants is not None and tenant not in self.config.tenants:
             return False

@@ -115,8 +115,11 @@ def _is_short(fields: Mapping[str, Any]) -> bool:
 
 def _form_of_most(engines: Collection[Engine]) -> KeyForm | None:
     """How most engines make keys that say so; of several that are equal, the first one's."""
-    counts = Counter(engine.key_form for engine in engines if engine.key_form is not None)
-    return max(counts, key=counts.__getitem__) if counts else None
+    forms = [engine.key_form for engine in engines if engine.key_form is not None]
+    if not forms or forms.count(forms[0]) == len(forms):  # as nearly always: to compare is faster than to hash
+        return forms[0] if forms else None
+    counts = Counter(forms)
+    return max(counts, key=counts.__getitem__)
 
 
 def _texts(fields: Mapping[str, Any]) -> Iterator[str]:

@@ -48,7 +48,7 @@ class PromptTokens:
         (several prompts, media, tools)."""
         prompt, messages = fields.get("prompt"), fields.get("messages")
         if isinstance(prompt, str):
-            return self._remembered(b"prompt", prompt, add_special_tokens=True)
+            return self._remembered(b"prompt", [prompt], add_special_tokens=True)[0]
         if isinstance(prompt, list):
             return _ids(prompt)
         if isinstance(messages, list) and not fields.get("tools"):
@@ -61,17 +61,26 @@ class PromptTokens:
     def _of_chat(self, messages: Sequence[Mapping[str, Any]]) -> Tokens:
         text = self._prompts.chat_text(messages)
         pieces = [text] if self._cut is None else _with_their_special(self._cut.split(text))
-        found = [self._remembered(b"chat", piece, add_special_tokens=False) for piece in pieces if piece]
+        found = self._remembered(b"chat", [piece for piece in pieces if piece], add_special_tokens=False)
         return np.concatenate(found) if found else np.zeros(0, dtype=np.int32)
 
-    def _remembered(self, kind: bytes, text: str, *, add_special_tokens: bool) -> Tokens:
+    def _remembered(self, kind: bytes, texts: Sequence[str], *, add_special_tokens: bool) -> list[Tokens]:
+        """The tokens of each text."""
         # A collision would be a wrong key, and a wrong key a worse choice of an engine: no more.
-        name = kind + xxhash.xxh3_128_digest(text.encode())
+        digest, known = xxhash.xxh3_128_digest, self._known
+        names = [kind + digest(text.encode()) for text in texts]
         with self._lock:
-            tokens = self._known.get(name)
-            if tokens is not None:
-                self._known.move_to_end(name)
-                return tokens
+            found = [known.get(name) for name in names]
+            for name, tokens in zip(names, found, strict=True):
+                if tokens is not None:
+                    known.move_to_end(name)
+        return [
+            self._encoded(name, text, add_special_tokens) if tokens is None else tokens
+            for name, text, tokens in zip(names, texts, found, strict=True)
+        ]
+
+    def _encoded(self, name: bytes, text: str, add_special_tokens: bool) -> Tokens:
+        """The tokens of a text that is not known yet, remembered by this name."""
         tokens = self._prompts.encode(text, add_special_tokens=add_special_tokens)
         with self._lock:
             if name not in self._known:

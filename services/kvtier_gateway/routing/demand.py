@@ -54,4 +54,5 @@ class Demand:
         requests, busy = self._requests / seen_s / len(engines), self._compute_s / seen_s / len(engines)
         mean = requests / (1 - min(_BUSIEST, busy))
         of_mean, computed = len(engines) / self._compute_s, self._by_engine
-        return [mean * min(1.0, max(_LEAST_SHARE, computed.get(engine, 0.0) * of_mean)) for engine in engines]
+        shares = [computed.get(engine, 0.0) * of_mean for engine in engines]
+        return [mean if share > 1.0 else mean * (share if share > _LEAST_SHARE else _LEAST_SHARE) for share in shares]
