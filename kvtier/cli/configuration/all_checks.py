@@ -44,13 +44,12 @@ def _nothing_set(config: Config) -> Iterable[Finding]:
 
 def _unheard_variables(config: Config) -> Iterable[Finding]:
     """Variables that nearly name a key: with single underscores or in lower case."""
-    meant = {key.path.replace(".", "_").upper(): key for key in keys() if key.table}
+    prefixed = [variable for variable in config.references.environ if variable.upper().startswith("KVTIER_")]
     used = config.model_dump_json()
-    for variable in config.references.environ:
-        if variable.startswith(OVERRIDE_PREFIX) or f'"env:{variable}"' in used:
-            continue
-        prefix, _, rest = variable.upper().partition("_")
-        key = meant.get(rest.strip("_").replace("__", "_")) if prefix == "KVTIER" else None
+    unheard = [name for name in prefixed if not name.startswith(OVERRIDE_PREFIX) and f'"env:{name}"' not in used]
+    meant = {key.path.replace(".", "_").upper(): key for key in keys() if key.table} if unheard else {}
+    for variable in unheard:
+        key = meant.get(variable.upper().removeprefix("KVTIER_").strip("_").replace("__", "_"))
         if key is not None:
             name = OVERRIDE_PREFIX + key.path.upper().replace(".", "__")
             yield Finding(Severity.WARNING, key.path, f"the variable {variable} does not set it; {name} would")
