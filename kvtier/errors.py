@@ -68,3 +68,8 @@ class ClosedError(KvtierError):
 
 class InvariantError(KvtierError):
     """`check()` found broken bookkeeping: a bug of kvtier. Please report it with the message."""
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal or a log: what is not printable is written as Python escapes it."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

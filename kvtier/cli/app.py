@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvtier.cli.commands import LazyGroup, has_entries
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, printable
 from kvtier.system.logs import log_fatal
 
 COMMANDS = "kvtier.commands"
@@ -77,7 +77,7 @@ def run() -> None:
             if sys.stdout is not None:  # None: it was closed before the start
                 sys.stdout.flush()
     except KvtierError as error:
-        _fail(str(error))
+        _fail("\n".join(map(printable, str(error).split("\n"))))
     except ModuleNotFoundError as error:
         # One of our own modules missing is a bug.
         if error.name is None or error.name.startswith("kvtier"):

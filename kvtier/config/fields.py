@@ -1,6 +1,8 @@
 """Kinds of values in the configuration, and what all its tables have in common."""
 
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -9,7 +11,7 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
-    ValidatorFunctionWrapHandler,
+    ValidationInfo,
     field_validator,
 )
 
@@ -21,16 +23,21 @@ OVERRIDE_PREFIX = "KVTIER__"
 NO_REFERENCE = 'use "env:NAME" or "file:PATH": a secret itself does not belong where others may read it'
 
 
-def _as_ascii(size: object) -> object:
-    if isinstance(size, str) and not size.isascii():  # pydantic takes all digits of Unicode
+def _checked_size(size: object) -> object:
+    # Pydantic takes all digits of Unicode, and looks at the beginning only.
+    if isinstance(size, str) and not re.fullmatch(r"\s*[0-9]*\.?[0-9]+\s*[A-Za-z]*\s*", size):
         raise ValueError("not a size; use a number of bytes, or a size such as 4GiB")
     return size
 
 
-Bytes = Annotated[ByteSize, Field(ge=0, le=2**60), BeforeValidator(_as_ascii)]
-TierBytes = Annotated[ByteSize, Field(ge=2**20, le=2**60), BeforeValidator(_as_ascii)]
+Size = BeforeValidator(_checked_size)
+"""What a `ByteSize` needs besides."""
+
+
+Bytes = Annotated[ByteSize, Field(ge=0, le=2**60), Size]
+TierBytes = Annotated[ByteSize, Field(ge=2**20, le=2**60), Size]
 """The size of a tier of the pool, or of a tenant's part of one."""
-SegmentBytes = Annotated[ByteSize, Field(ge=2**20, le=2**40), BeforeValidator(_as_ascii)]
+SegmentBytes = Annotated[ByteSize, Field(ge=2**20, le=2**40), Size]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 Count = Annotated[int, Field(ge=1)]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
@@ -126,16 +133,26 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """The types that a field takes."""
+    if below := get_args(annotation):
+        for each in below:
+            yield from _kinds(each)
+    else:
+        yield annotation
+
+
 class Section(BaseModel):
     """A table of the file. Frozen; unknown keys are errors, and so is `true` where a number stands."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    @field_validator("*", mode="wrap")
+    @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_value_for_a_number(cls, value: object, validated: ValidatorFunctionWrapHandler) -> object:
+    def _no_truth_value_for_a_number(cls, value: object, info: ValidationInfo) -> object:
         """Pydantic takes them for 1 and 0."""
-        checked: object = validated(value)
-        if isinstance(value, bool) and not isinstance(checked, bool):
-            raise ValueError("neither true nor false can stand there; kvtier config keys says what can")
-        return checked
+        if isinstance(value, bool) and info.field_name is not None:
+            kinds = list(_kinds(cls.model_fields[info.field_name].annotation))
+            if bool not in kinds and any(kind in kinds for kind in (int, float, ByteSize)):
+                raise ValueError("neither true nor false can stand there; kvtier config keys says what can")
+        return value

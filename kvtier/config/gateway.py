@@ -20,7 +20,7 @@ def _checked_engine_url(text: str) -> str:
         has_address = parts.scheme in ("http", "https") and parts.hostname and parts.port
     except ValueError:
         has_address = None
-    if not has_address or parts.username or parts.query or parts.fragment or parts.path.strip("/"):
+    if not has_address or "@" in parts.netloc or parts.query or parts.fragment or parts.path.strip("/"):
         raise ValueError(f"{text!r}: use http://host:port or https://host:port, with {DNS_PREFIX} for many of one name")
     return text.rstrip("/")
 

@@ -3,31 +3,30 @@
 import difflib
 import hashlib
 import os
-import select
+import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from pydantic import (
     BaseModel,
     ValidationError,
 )
 
+from kvtier.config.bounded_file import bounded_text
 from kvtier.config.config import Config
 from kvtier.config.credentials import RoleConfig, TokenConfig
 from kvtier.config.fields import OVERRIDE_PREFIX
 from kvtier.config.gateway import ApiKeyConfig, GatewayEngineConfig
 from kvtier.config.references import References
 from kvtier.config.tenant import TenantConfig
-from kvtier.errors import ConfigError, InvalidInputError
+from kvtier.errors import ConfigError, InvalidInputError, printable
 from kvtier.identity.keys import tenant_id
 
 _BYTE_ORDER_MARK = "\ufeff"
 """Put before the text by editors of Windows."""
-_PIPE_S = 3.0
-"""How long a pipe may take until somebody writes into it."""
-_MOST_CHARACTERS = 16_000_000
+_MOST_BYTES = 16_000_000
 """What a configuration may have: the tables of tens of thousands of tenants."""
 _REMEDIES = {
     "less_than": "; lower it",
@@ -49,7 +48,7 @@ _NAMED_TABLES: Mapping[str, type[BaseModel]] = {
 def load_config(path: Path, environ: Mapping[str, str] | None = None) -> Config:
     """Parses a TOML file. Raises `ConfigError` naming file, key and remedy."""
     try:
-        text = _text_of(path).removeprefix(_BYTE_ORDER_MARK)
+        text = bounded_text(path, _MOST_BYTES).removeprefix(_BYTE_ORDER_MARK)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot read the configuration: {error}") from error
     try:
@@ -73,26 +72,6 @@ def parse_config(
     :param environ: overrides and `env:` secrets; the process's environment when None.
     """
     return _parsed(data, References(source, folder, _environment(environ)))
-
-
-def _text_of(path: Path) -> str:
-    """The text of a file, or of a pipe that somebody writes into, such as a shell's `<(...)`. Raises `OSError`."""
-    if not path.is_fifo():
-        with path.open(encoding="utf-8") as file:
-            return _read(file)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with open(descriptor, encoding="utf-8") as pipe:
-        if not select.select([descriptor], [], [], _PIPE_S)[0]:
-            raise TimeoutError(f"it is a pipe, and nobody has written into it in {_PIPE_S:g} s; name a file")
-        os.set_blocking(descriptor, True)
-        return _read(pipe)
-
-
-def _read(file: TextIO) -> str:
-    text = file.read(_MOST_CHARACTERS + 1)
-    if len(text) > _MOST_CHARACTERS:
-        raise OSError(f"it has more than {_MOST_CHARACTERS:,} characters; name a file of settings")
-    return text
 
 
 def _environment(environ: Mapping[str, str] | None) -> dict[str, str]:
@@ -157,11 +136,6 @@ def nearest(name: str, valid: Collection[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(sorted(valid)) or 'none'}"
 
 
-def printable(text: str) -> str:
-    """`text` for a terminal or a log: what is not printable is written as Python escapes it."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-
-
 def token_sha256(token: str) -> str:
     """What the pool's `token_sha256` must be for this token."""
     return hashlib.sha256(token.encode()).hexdigest()
@@ -175,8 +149,9 @@ def _overridden(data: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str
             *path, last = variable.removeprefix(OVERRIDE_PREFIX).lower().split("__")
             if not all((*path, last)):
                 example = f"{OVERRIDE_PREFIX}HOST__CAPACITY_BYTES"
+                name = printable(variable)
                 raise ConfigError(
-                    f"environment variable {variable}: names no key; name one as in {example}, or remove the variable"
+                    f"environment variable {name}: names no key; name one as in {example}, or remove the variable"
                 )
             table = merged
             for part in path:
@@ -203,7 +178,7 @@ def _explain(references: References, data: Mapping[str, Any], error: Any) -> str
     location = [str(part) for part in error["loc"]]
     key = printable(".".join(location))
     variable = _to_blame(location, data, overridden_keys(references.environ))
-    source = references.source if variable is None else f"environment variable {variable}"
+    source = references.source if variable is None else f"environment variable {printable(variable)}"
     if error["type"] == "extra_forbidden":
         return f"{source}: {key}: unknown key{nearest(location[-1], _fields_beside(location))}"
     if error["type"] in ("model_type", "dict_type"):
@@ -211,7 +186,19 @@ def _explain(references: References, data: Mapping[str, Any], error: Any) -> str
     if error["type"].startswith("byte_size"):
         return f"{source}: {key}: not a size; use a number of bytes, or a size such as 4GiB"
     message = error["msg"].removeprefix("Value error, ")  # pydantic's, before words of ours
-    return f"{source}: {key}: {message.replace('Input should', 'it should')}{_REMEDIES.get(error['type'], '')}"
+    if isinstance(error["input"], str):
+        message = message.replace(error["input"], without_credentials(error["input"]))
+        if "@" in error["input"]:  # there may be a part of it
+            message = re.sub(r"[^\s'\"/]+@", "...@", message)
+    message = message.replace("Input should", "it should").replace("Input is", "it is")
+    return f"{source}: {key}: {printable(message)}{_REMEDIES.get(error['type'], '')}"
+
+
+def without_credentials(text: str) -> str:
+    """A URL or an address without what may be a password in it: all before an `@`, and all after a `?`."""
+    scheme, separator, rest = text.rpartition("://") if "://" in text else ("", "", text)
+    rest = re.sub(r"\?.*", "?...", re.sub(".*@", "...@", rest, flags=re.DOTALL), flags=re.DOTALL)
+    return f"{scheme}{separator}{rest}"
 
 
 def _to_blame(location: list[str], data: Mapping[str, Any], variables: Mapping[str, str]) -> str | None:

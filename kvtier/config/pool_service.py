@@ -23,6 +23,7 @@ from kvtier.config.fields import (
     SecretReference,
     Section,
     SegmentBytes,
+    Size,
     SocketMode,
     SyncName,
     TierBytes,
@@ -74,7 +75,7 @@ class PoolServiceConfig(Section):
     audit_log: Literal["stderr"] | Path = "stderr"
     """The place where logins, refusals, changes of credentials and what operators do go, a JSON object a line:
     standard error, or a file that only the pool's user reads. Tokens are named by the first digits of their digests."""
-    audit_log_bytes: Annotated[ByteSize, Field(ge=4096, le=2**40)] = ByteSize(16 * 2**20)
+    audit_log_bytes: Annotated[ByteSize, Field(ge=4096, le=2**40), Size] = ByteSize(16 * 2**20)
     """Size of that file at which another one is begun; three older ones are kept, as `.1` to `.3`. Small: a flood of
     strangers, of which there are at most fifty lines a second, leaves no room for what was before."""
     memory_bytes: TierBytes = ByteSize(2**30)

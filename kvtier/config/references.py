@@ -5,8 +5,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvtier.config.bounded_file import bounded_text
 from kvtier.config.fields import NO_REFERENCE, OVERRIDE_PREFIX
 from kvtier.errors import ConfigError
+
+_MOST_BYTES = 1 << 20
+"""What the file of a secret may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class References:
         elif scheme == "file":
             path = self.folder / name
             try:
-                value = path.read_text().strip()
+                value = bounded_text(path, _MOST_BYTES).strip()
             except (OSError, ValueError) as error:
                 raise self.error_about(key, f"cannot read {path}: {error}") from error
             remedy = f"file {path} is empty; write the secret into it"

@@ -123,3 +123,5 @@ async def _serve(config: Config, read_again: Callable[[], Config]) -> None:
     finally:
         reloads.stop()
         await service.stop()
+        loop.remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # one more would end the process as a failure

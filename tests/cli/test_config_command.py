@@ -326,6 +326,8 @@ def test_show_prints_no_secret_and_no_control_characters(tmp_path: Path) -> None
     file.write_text("[tenants.red]\nsecret = 'never shown'\n")
     done = run("show", str(file))
     assert (done.returncode, "env:NAME" in done.stderr, "never shown" in done.stdout + done.stderr) == (1, True, False)
+    file.write_text('[pool_service]\nredis_url = "redis://u:never-shown@h:1/0?password=never-shown"\n')
+    assert run("show", str(file)).stdout.startswith('pool_service.redis_url = "redis://...@h:1/0?..."')
     file.write_text('[engine.adapters."a\\u001bc"]\npath = "x"\n')
     shown = run("show", str(file)).stdout
     assert "engine.adapters.a\\x1bc.path" in shown

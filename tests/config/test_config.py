@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import Config, load_config, parse_config, parsing, token_sha256
+from kvtier.config import Config, bounded_file, load_config, parse_config, token_sha256
 from kvtier.config.accepted import accepted_tokens
 from kvtier.config.credentials import AcceptedToken, Role
 from kvtier.errors import ConfigError
@@ -96,6 +96,23 @@ def test_environment_overrides(path: Path) -> None:
         ("[api_keys.a]\nkey_sha256 = []", ["api_keys.a.tenant", "set it"]),
         ('[host]\n"a\\nb\\u001b[2J" = 1', ["host.a\\nb\\x1b[2J: unknown key"]),
         ("[api_keys.\"\\u001bc\"]\ntenant = 'x'", ["api_keys.\\x1bc: ", "a-z"]),
+        ("[host]\ncapacity_bytes = '1,5GiB'", ["host.capacity_bytes: not a size; use"]),
+        ("[host]\ncapacity_bytes = '4GiB;rm'", ["host.capacity_bytes: not a size; use"]),
+        (
+            "[pool_service]\naudit_log_bytes = '\u0664\u0660\u0669\u0666\u0660'",
+            ["pool_service.audit_log_bytes: not a size"],
+        ),
+        ("[engine]\nnum_threads = true", ["engine.num_threads: neither true nor false"]),
+        ("[pool]\nconnect_timeout_s = false", ["pool.connect_timeout_s: neither true nor false"]),
+        ("[engine]\nmodel = true", ["engine.model: it is not a valid path"]),
+        (
+            "[gateway]\nengines = ['http://:sk-plain@127.0.0.1:8000']",
+            ["gateway.engines.0.url: ", "http://...@127.0.0.1:8000"],
+        ),
+        ("[gateway]\nengines = ['http://127.0.0.1:8000/?key=sk-plain']", ["gateway.engines.0.url", "8000/?..."]),
+        ("[tracing]\nendpoint = 'u:sk-plain@127.0.0.1:4318'", ["tracing.endpoint: '...@127.0.0.1:4318'"]),
+        ("[pool]\naddress = 'grpc://u:sk-plain@127.0.0.1'", ["pool.address", "//...@127.0.0.1"]),
+        ("[pool]\naddress = '\\u001b[31mx'".replace("'", '"'), ["pool.address", "host:port"]),
         ("tenant = 'rde'\n[tenants.'R']\n[tenants.red]\n", ["tenants.R: ", "tenant: 'rde'", "did you mean 'red'"]),
         ("[gateway]\nengine_token = 'sk-plain'", ["gateway.engine_token", "env:NAME", "a secret itself"]),
         ("[pool_service]\nredis_password = 'sk-plain'", ["pool_service.redis_password", "env:NAME"]),
@@ -144,7 +161,7 @@ def test_an_unknown_override_is_an_error(path: Path) -> None:
 
 
 def test_a_file_without_end() -> None:
-    with pytest.raises(ConfigError, match=r"/dev/zero: cannot read the configuration: .* 16,000,000 characters"):
+    with pytest.raises(ConfigError, match=r"/dev/zero: cannot read the configuration: .* 16,000,000 bytes"):
         load_config(Path("/dev/zero"), {})
 
 
@@ -199,6 +216,6 @@ def test_a_file_with_a_byte_order_mark_and_pipes(tmp_path: Path, monkeypatch: py
     writer.start()
     assert load_config(pipe, {}).host_bytes() == 4096
     writer.join()
-    monkeypatch.setattr(parsing, "_PIPE_S", 0.05)
-    with pytest.raises(ConfigError, match=r"it is a pipe, and nobody has written into it in 0.05 s; name a file"):
+    monkeypatch.setattr(bounded_file, "_MOST_S", 0.05)
+    with pytest.raises(ConfigError, match=r"it is a pipe, and nobody has written all of it in 0.05 s; name a file"):
         load_config(pipe, {})

@@ -35,9 +35,8 @@ class Site:
             self.engine.answer = before
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    folder = tmp_path_factory.mktemp("site")
+@contextlib.contextmanager
+def running_site(folder: Path) -> Iterator[Site]:
     with PlayedEngine() as engine:
         config = gateway_file(folder / "gateway.toml", [json.dumps(engine.url)], FAST, "max_concurrent = 600")
         with running_gateway(config) as gateway:
@@ -45,8 +44,22 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             yield Site(folder, engine, gateway)
 
 
-def test_a_configuration_that_is_read_slowly_holds_up_no_request(site: Site) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with running_site(tmp_path_factory.mktemp("site")) as running:
+        yield running
+
+
+@pytest.fixture
+def own_site(tmp_path: Path) -> Iterator[Site]:
+    """What the gateway learns in it makes no difference to other tests."""
+    with running_site(tmp_path) as running:
+        yield running
+
+
+def test_a_configuration_that_is_read_slowly_holds_up_no_request(own_site: Site) -> None:
     """It is a pipe that somebody has begun to write into. An engine that fails meanwhile is told of once."""
+    site = own_site
     config = site.folder / "gateway.toml"
     text = config.read_text()
     os.mkfifo(site.folder / "pipe")
@@ -68,8 +81,20 @@ def test_a_configuration_that_is_read_slowly_holds_up_no_request(site: Site) -> 
     os.write(writers[0], text[9:].encode())
     os.close(writers[0])
     site.gateway.says("SIGHUP: the gateway has the ")
+    # Nor is a pipe waited for whose writer does not end, be it this file or that of a secret.
+    site.gateway.service.process.send_signal(signal.SIGHUP)
+    writers.clear()
+    until(is_being_read, "it is being read again")
+    os.write(writers[0], text.encode())
+    site.gateway.says("nobody has written all of it in 3 s")
+    os.close(writers[0])
     config.unlink()
+    config.write_text(text.replace("key_sha256 = [", 'key_sha256 = ["file:digest", ', 1))
+    os.mkfifo(site.folder / "digest")
+    site.gateway.says("key_sha256: cannot read ")
     config.write_text(text)
+    site.gateway.service.process.send_signal(signal.SIGHUP)
+    until(lambda: site.gateway.log.count("SIGHUP: the gateway has the ") == 2, "it is read again")
 
 
 def test_only_what_may_go_on_goes_on(site: Site) -> None:

@@ -17,7 +17,7 @@ from kvtier.cli.options import Json, print_json, telling_in_json
 from kvtier.config import load_config
 from kvtier.config.findings import Finding, Severity
 from kvtier.config.reference import Key, json_schema, keys
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, printable
 
 _FILE_MODE = 0o600
 
@@ -109,7 +109,7 @@ def check(
     else:
         for finding in found:
             where = f"{finding.key}: " if finding.key else ""
-            print(f"{finding.severity.value}: {where}{finding.text}")
+            print(printable(f"{finding.severity.value}: {where}{finding.text}"))
         print(f"{file}: {_verdict(found)}")
     if not is_sound:
         raise typer.Exit(1)

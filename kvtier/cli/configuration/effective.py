@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from kvtier.config import load_config
-from kvtier.config.parsing import overridden_keys, printable
+from kvtier.config.parsing import overridden_keys, without_credentials
+from kvtier.errors import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,4 +44,13 @@ def _values(prefix: str, section: BaseModel) -> Iterator[tuple[str, Any, bool]]:
             for named, below in value.items():
                 yield from _values(f"{path}.{printable(named)}.", below)
         else:
-            yield path, section.model_dump(mode="json", include={name})[name], is_set
+            yield path, _shown(section.model_dump(mode="json", include={name})[name]), is_set
+
+
+def _shown(value: Any) -> Any:
+    """A value without passwords that stand in URLs."""
+    if isinstance(value, list):
+        return [_shown(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _shown(each) for key, each in value.items()}
+    return without_credentials(value) if isinstance(value, str) and "://" in value else value

@@ -24,7 +24,7 @@ from kvtier.cli.options import print_json
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config, load_config, parse_config
 from kvtier.config.findings import Finding, Severity
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, printable
 
 LOOKS = "kvtier.doctor_looks"
 """Entry points: name -> `kvtier.cli.doctor.lines.Looks`."""
@@ -113,7 +113,7 @@ def _print(file: Path | None, lines: list[Line], seconds: float) -> None:
     print(f"kvtier doctor: {file or 'environment'}, as user {_user()}")
     for line in lines:
         text = f"{line.subject}: {line.found}" + (f"; {line.effect}" if line.effect else "")
-        print(_filled(text, f"{line.level.value:9}"))
+        print(_filled(printable(text), f"{line.level.value:9}"))
         if line.remedy:
             print(_filled(line.remedy, f"{_INDENT}-> "))
     counts = ", ".join(_counted(sum(line.level is level for line in lines), level) for level in Level)

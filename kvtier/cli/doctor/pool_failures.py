@@ -51,13 +51,15 @@ def _explained(config: Config, tenant: str, address: str, error: BaseException) 
     if isinstance(error, ConnectionRefusedError) or "Connection refused" in str(error):  # the latter: gRPC's words
         return "nobody listens there", "start the pool, or correct the address: its own `listen` says which"
     if isinstance(error, TimeoutError) and "greeting" in str(error):
-        return str(error), "if it is, the pool hangs or is stopped: see its log, and restart it"
+        remedy = "if it is, the pool hangs or is stopped: see its log, and restart it; else correct the address"
+        return str(error), remedy
     if isinstance(error, TimeoutError):
         found = f"no answer within {min(config.pool.connect_timeout_s, MOST_S):g} s"
         return found, "look for a firewall, a wrong address, or a pool that hangs (kvtier doctor there)"
     if isinstance(error, socket.gaierror):
         return f"the name has no address here: {error.strerror}", "correct the address, or this machine's DNS"
-    return str(error) or type(error).__name__, "see the pool's log, and run kvtier doctor with its file there"
+    remedy = "correct the address, if it is not the pool's own `listen`; else see the pool's log, and run kvtier doctor"
+    return str(error) or type(error).__name__, f"{remedy} with its file there"
 
 
 def _socket_explained(path: Path, error: BaseException) -> tuple[str, str]:
