@@ -25,7 +25,7 @@ NO_REFERENCE = 'use "env:NAME" or "file:PATH": a secret itself does not belong w
 
 def _checked_size(size: object) -> object:
     # Pydantic takes all digits of Unicode, and looks at the beginning only.
-    if isinstance(size, str) and not re.fullmatch(r"\s*[0-9]*\.?[0-9]+\s*[A-Za-z]*\s*", size):
+    if isinstance(size, str) and not re.fullmatch(r"\s*([0-9_]+|[0-9]*\.?[0-9]+\s*[A-Za-z]*)\s*", size):
         raise ValueError("not a size; use a number of bytes, or a size such as 4GiB")
     return size
 
