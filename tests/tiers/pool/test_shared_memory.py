@@ -2,12 +2,14 @@
 
 import contextlib
 import errno
+import gc
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +26,7 @@ from kvtier.protocol.groups import group
 from kvtier.testing.contract import make_key, make_payload, read_blocks
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.pool.local_transport import LocalTransport
+from kvtier.tiers.pool.shared_memory.link import MemoryLink
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.service import Addresses
 from pool_contract import OverPool, run_states
@@ -261,3 +264,22 @@ def test_pipelined_requests_are_answered_in_order_with_their_ids(address: str) -
                     i - 1,
                     b"\1" * 4,
                 )
+
+
+def test_slabs_are_looked_through_while_others_map_some() -> None:
+    """A garbage collection may give other threads their turn at any allocation."""
+    slabs = {number: SimpleNamespace(in_use=True) for number in range(5000)}
+    link, session = SimpleNamespace(fetch=lambda *_: None), SimpleNamespace(slabs=slabs)
+
+    def map_one(*_: object) -> None:
+        slabs[len(slabs)] = SimpleNamespace(in_use=True)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(map_one)
+    try:
+        gc.set_threshold(50)
+        MemoryLink.map(link, session, {-1}, 0.0)  # type: ignore[arg-type] # what it uses of both
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(map_one)
+    assert len(slabs) > 5000, "some were mapped meanwhile"

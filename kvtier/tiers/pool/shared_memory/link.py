@@ -97,7 +97,8 @@ class MemoryLink:
         missing = numbers - session.slabs.keys()
         if not missing:
             return
-        for number, slab in list(session.slabs.items()):
+        # A copy is made in one step; a garbage collection within a list of pairs would let other threads map slabs.
+        for number, slab in session.slabs.copy().items():
             if not slab.in_use:
                 session.slabs.pop(number, None)
         for number in missing:
