@@ -352,7 +352,7 @@ def test_a_variable_that_nearly_names_a_key(variable: str, key: str, tmp_path: P
 
 
 def test_variables_of_ones_own(tmp_path: Path) -> None:
-    """Those that the file refers to, and those that name no key."""
+    """Variables that the file refers to, and others that name no key, are told of by nobody."""
     file = tmp_path / "kvtier.toml"
     text = run("init", "engine").stdout.replace("env:KVTIER_SECRET", "env:KVTIER_POOL_ADDRESS")
     file.write_text(text)

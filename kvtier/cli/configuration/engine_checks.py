@@ -17,8 +17,8 @@ from kvtier.config.findings import (
 )
 from kvtier.system.memory import total_bytes
 
-_LEAST_BYTES = 1 << 20
-"""Of host memory."""
+_LEAST_HOST_BYTES = 1 << 20
+"""Host memory below which the cache is taken to be off."""
 
 
 def engine_findings(config: Config) -> Iterable[Finding]:
@@ -36,7 +36,7 @@ def engine_findings(config: Config) -> Iterable[Finding]:
 def _memory(config: Config) -> Iterable[Finding]:
     effect = "all of it is touched at the start, and the kernel may end the engine"
     wanted, total = config.host_bytes(), total_bytes()
-    if wanted < _LEAST_BYTES:
+    if wanted < _LEAST_HOST_BYTES:
         text = f"{size_words(wanted)} hold no block of most models, and the cache is off then; use at least 1GiB"
         yield Finding(Severity.WARNING, "host.capacity_bytes", text, defeats=True)
     if total is None or wanted <= total:  # more is an error already
