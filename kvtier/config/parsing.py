@@ -19,7 +19,7 @@ from kvtier.config.config import Config
 from kvtier.config.credentials import RoleConfig, TokenConfig
 from kvtier.config.fields import OVERRIDE_PREFIX
 from kvtier.config.gateway import ApiKeyConfig, GatewayEngineConfig
-from kvtier.config.references import References
+from kvtier.config.references import References, overridden_keys
 from kvtier.config.tenant import TenantConfig
 from kvtier.errors import ConfigError, InvalidInputError, printable
 from kvtier.identity.keys import tenant_id
@@ -79,45 +79,35 @@ def _environment(environ: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _parsed(data: dict[str, Any], references: References) -> Config:
-    source = references.source
     try:
         config = Config.model_validate(_overridden(data, references.environ))
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(references, data, e) for e in error.errors())) from error
     config._references = references
     if problems := [*_bad_names(config), *_unknown_tenants(config)]:
-        raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems))
+        raise ConfigError("\n".join(f"{_place(references, data, where)}: {problem}" for where, problem in problems))
     return config
 
 
-def _bad_names(config: Config) -> Iterable[str]:
+def _bad_names(config: Config) -> Iterable[tuple[list[str], str]]:
     for table in _NAMED_TABLES:
         for name in getattr(config, table):
             try:
                 tenant_id(name)
             except InvalidInputError as error:
-                yield f"{printable(f'{table}.{name}')}: {error}"
+                yield [table, name], str(error)
 
 
-def _unknown_tenants(config: Config) -> Iterable[str]:
-    named = [("gateway_tenants", name) for name in config.gateway_tenants]
-    named += [(f"api_keys.{key}.tenant", table.tenant) for key, table in config.api_keys.items()]
+def _unknown_tenants(config: Config) -> Iterable[tuple[list[str], str]]:
+    named = [(["gateway_tenants"], name) for name in config.gateway_tenants]
+    named += [(["api_keys", key, "tenant"], table.tenant) for key, table in config.api_keys.items()]
     for engine in config.gateway.engines:
-        named += [("gateway.engines.tenants", name) for name in engine.tenants or []]
+        named += [(["gateway", "engines", "tenants"], name) for name in engine.tenants or []]
     if config.tenant is not None:
-        named.append(("tenant", config.tenant))
-    for key, name in named:
+        named.append((["tenant"], config.tenant))
+    for location, name in named:
         if name not in config.tenants:
-            yield f"{printable(key)}: {name!r} has no table{nearest(name, config.tenants)}"
-
-
-def overridden_keys(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the keys that variables of the environment set, with dots, and the name of the variable of each."""
-    return {
-        variable.removeprefix(OVERRIDE_PREFIX).lower().replace("__", "."): variable
-        for variable in environ
-        if variable.startswith(OVERRIDE_PREFIX)
-    }
+            yield location, f"{name!r} has no table{nearest(name, config.tenants)}"
 
 
 def merge_tables(data: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,22 +166,27 @@ def _explain(references: References, data: Mapping[str, Any], error: Any) -> str
     :param data: what stands in the file.
     """
     location = [str(part) for part in error["loc"]]
-    key = printable(".".join(location))
-    variable = _to_blame(location, data, overridden_keys(references.environ))
-    source = references.source if variable is None else f"environment variable {printable(variable)}"
+    place = _place(references, data, location)
     if error["type"] == "extra_forbidden":
-        return f"{source}: {key}: unknown key{nearest(location[-1], _fields_beside(location))}"
+        return f"{place}: unknown key{nearest(location[-1], _fields_beside(location))}"
     if error["type"] in ("model_type", "dict_type"):
-        return f"{source}: {key}: a table, and no value: set its keys (kvtier config keys)"
+        return f"{place}: a table, and no value: set its keys (kvtier config keys)"
     if error["type"].startswith("byte_size"):
-        return f"{source}: {key}: not a size; use a number of bytes, or a size such as 4GiB"
+        return f"{place}: not a size; use a number of bytes, or a size such as 4GiB"
     message = error["msg"].removeprefix("Value error, ")  # pydantic's, before words of ours
     if isinstance(error["input"], str):
         message = message.replace(error["input"], without_credentials(error["input"]))
         if "@" in error["input"]:  # there may be a part of it
             message = re.sub(r"[^\s'\"/]+@", "...@", message)
     message = message.replace("Input should", "it should").replace("Input is", "it is")
-    return f"{source}: {key}: {printable(message)}{_REMEDIES.get(error['type'], '')}"
+    return f"{place}: {printable(message)}{_REMEDIES.get(error['type'], '')}"
+
+
+def _place(references: References, data: Mapping[str, Any], location: list[str]) -> str:
+    """What an error about a key begins with: the variable of the environment or else the file, and the key."""
+    variable = _to_blame(location, data, overridden_keys(references.environ))
+    source = references.source if variable is None else f"environment variable {printable(variable)}"
+    return f"{source}: {printable('.'.join(location))}"
 
 
 def without_credentials(text: str) -> str:
@@ -212,10 +207,10 @@ def _to_blame(location: list[str], data: Mapping[str, Any], variables: Mapping[s
             return variable
     there: Any = data
     for name, key in zip(location, above, strict=True):
-        if not isinstance(there, Mapping) or name not in there:
-            made = (variable for known, variable in variables.items() if known.startswith(f"{key}."))
-            return next(made, None)
-        there = there[name]
+        below = next((variable for known, variable in variables.items() if known.startswith(f"{key}.")), None)
+        there = there.get(name) if isinstance(there, Mapping) else None
+        if not isinstance(there, Mapping) and (below is not None or there is None):
+            return below  # it has made a table of nothing, or of the file's value
     return None
 
 

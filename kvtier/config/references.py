@@ -75,10 +75,19 @@ class References:
         """What errors call a key: behind the option or the variable that has set it, or else the file."""
         if key in self.options:
             return f"command line: {key}"
-        variable = OVERRIDE_PREFIX + key.partition("[")[0].upper().replace(".", "__")
-        source = f"environment variable {variable}" if variable in self.environ else self.source
+        variable = overridden_keys(self.environ).get(key.partition("[")[0])
+        source = self.source if variable is None else f"environment variable {variable}"
         return f"{source}: {key}"
 
     def error_about(self, key: str, text: str) -> ConfigError:
         """Returns an error about a key, by its name (`name_of`)."""
         return ConfigError(f"{self.name_of(key)}: {text}")
+
+
+def overridden_keys(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the keys that variables of the environment set, with dots, and the name of the variable of each."""
+    return {
+        variable.removeprefix(OVERRIDE_PREFIX).lower().replace("__", "."): variable
+        for variable in environ
+        if variable.startswith(OVERRIDE_PREFIX)
+    }

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
+from kvtier.clock import MONOTONIC
 from kvtier.config.config import Config
 from kvtier.errors import KvtierError
 
 _LOOK_S = 1.0
 """Seconds between two looks whether files have changed."""
+_HANGS_S = 10.0
+"""Seconds that a look or a reading takes where a file system does not answer: a pipe is given up sooner."""
 _log = logging.getLogger(__name__)
 
 
@@ -94,6 +97,10 @@ class ReloadThread:
     def __init__(self, reloader: Reloader) -> None:
         self._reloader = reloader
         self._asked, self._hung_up, self._ending = threading.Event(), threading.Event(), threading.Event()
+        self._looking_since_s: float | None = None
+        """When the thread has begun to look or to read. Written whole, by the thread alone."""
+        self._is_told = False
+        """Whether somebody has been told that this takes too long. `tell_of_hang` only."""
         self._thread = threading.Thread(target=self._run, name="kvtier-reload", daemon=True)
 
     def start(self) -> None:
@@ -110,12 +117,29 @@ class ReloadThread:
         self._ending.set()
         self._asked.set()
 
+    def tell_of_hang(self) -> None:
+        """Logs once that the files do not answer, and once that they do again. One thread calls it every second."""
+        since_s = self._looking_since_s
+        if since_s is None or MONOTONIC() - since_s < _HANGS_S:
+            if self._is_told:
+                self._is_told = False
+                _log.info("the files of the configuration answer again")
+        elif not self._is_told:
+            self._is_told = True
+            _log.warning(
+                "the files of the configuration have not answered for %g s: a changed configuration, and revoked keys "
+                "in it, are taken when they do; see the file system that they are on",
+                _HANGS_S,
+            )
+
     def _run(self) -> None:
         while not self._ending.is_set():
+            self._looking_since_s = MONOTONIC()
             if self._hung_up.is_set():
                 self._hung_up.clear()  # before the configuration is read: a later change comes with another signal
                 self._reloader.reload("SIGHUP")
             self._reloader.look()
+            self._looking_since_s = None
             if self._asked.wait(_LOOK_S):
                 self._asked.clear()
 

@@ -5,6 +5,7 @@ import gc
 import logging
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,7 @@ from kvtier_gateway.protection import require_usable
 if TYPE_CHECKING:
     from kvtier_gateway.service import GatewayService
 
+_LOOK_S = 1.0
 _GC_THRESHOLDS = (700, 10, 1_000)
 """A full collection is needed rarely: what the gateway remembers has no cycles."""
 _log = logging.getLogger(__name__)
@@ -119,7 +121,10 @@ async def _serve(config: Config, read_again: Callable[[], Config]) -> None:
         gc.set_threshold(*_GC_THRESHOLDS)
         print(f"ready url={addresses.url} status={addresses.status}", flush=True)
         reloads.start()
-        await ending.wait()
+        while not ending.is_set():
+            reloads.tell_of_hang()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ending.wait(), _LOOK_S)
     finally:
         reloads.stop()
         await service.stop()

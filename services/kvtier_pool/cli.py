@@ -187,6 +187,7 @@ def _serve_until_ended(service: PoolService, reloads: ReloadThread, came: set[in
             reloads.hang_up()
         if num_ended := service.end_stale():
             _log.info("%d connections ended: their tokens have expired", num_ended)
+        reloads.tell_of_hang()
         if select.select([signals], [], [], _LOOK_S)[0]:
             os.read(signals, 1)
 

@@ -302,6 +302,17 @@ def test_an_error_of_the_environment_names_the_variable(tmp_path: Path) -> None:
         first = str(raised.value).splitlines()[0]
         assert first.startswith(f"environment variable KVTIER__{variable}: ")
         assert part in first
+    file.write_text("tenant = 'red'\n[tenants.red]\nsecret = 'env:NOWHERE'\n")
+    for variable, said in (
+        ("TENANTS__RED__SECRET__FOO", "tenants.red.secret: it should be a valid string"),
+        ("TENANT", "tenant: 'banana' has no table; valid: red"),
+        ("tenant", "tenant: 'banana' has no table; valid: red"),
+        ("TENANTS__A__SECRET", "tenants.a.secret: "),
+        ("GATEWAY_TENANTS", "gateway_tenants: 'banana' has no table; valid: red"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            load_config(file, {f"KVTIER__{variable}": '["banana"]' if "GATEWAY" in variable else "banana"})
+        assert str(raised.value).startswith(f"environment variable KVTIER__{variable}: {said}")
     file.write_text("[hots]\ncapacity_bytes = 1\n")
     with pytest.raises(ConfigError, match=rf"^{file}: hots: unknown key"):
         load_config(file, {"KVTIER__HOTS__CAPACITY_BYTES": "1"})
@@ -340,6 +351,9 @@ def test_show_prints_no_secret_and_no_control_characters(tmp_path: Path) -> None
         ("KVTIER_POOL__ADDRESS", "pool.address"),
         ("kvtier__pool__address", "pool.address"),
         ("KVTIER_HOST_CAPACITY_BYTES", "host.capacity_bytes"),
+        ("KVTIER_POOL_ADRESS", "pool.address"),
+        ("KVTIER_TENANT", "tenant"),
+        ("KVTIER_TENANTS_DEFAULT_SALT", "tenants.default.salt"),
     ],
 )
 def test_a_variable_that_nearly_names_a_key(variable: str, key: str, tmp_path: Path) -> None:
@@ -356,7 +370,7 @@ def test_variables_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "kvtier.toml"
     text = run("init", "engine").stdout.replace("env:KVTIER_SECRET", "env:KVTIER_POOL_ADDRESS")
     file.write_text(text)
-    code, found = findings(file, **SECRETS, KVTIER_POOL_ADDRESS="s" * 32, KVTIER_TENANT="x", KVTIER_CONFIG="x")
+    code, found = findings(file, **SECRETS, KVTIER_POOL_ADDRESS="s" * 32, KVTIER_HOME="x", KVTIER_CONFIG="x")
     assert (code, [each["text"] for each in found if "variable" in each["text"]]) == (0, [])
 
 

@@ -110,6 +110,10 @@ def test_a_dead_pool_and_a_black_hole(tmp_path: Path) -> None:
     (tmp_path / "file.sock").touch()
     found = diagnosed(engine_file(tmp_path, f"unix:{tmp_path}/file.sock"))
     found.tells("there is no socket, but another file", "name the pool's socket")
+    diagnosed(engine_file(tmp_path, f"unix:{tmp_path}")).tells("there is no socket, but a folder")
+    diagnosed(engine_file(tmp_path, f"grpc:unix:{tmp_path}/file.sock")).tells("there is no socket, but another file")
+    found = diagnosed(engine_file(tmp_path, f"unix:{tmp_path}/file.sock/below"))
+    found.tells("no socket can be there: Not a directory", "correct the path")
     with socket.create_server(("127.0.0.1", 0), backlog=0) as hole:
         place = hole.getsockname()
         with socket.create_connection(place):  # its queue is full: what comes next is not answered
@@ -130,6 +134,8 @@ def test_a_server_of_another_kind(tmp_path: Path) -> None:
         threading.Thread(target=greet, daemon=True).start()
         found = diagnosed(engine_file(tmp_path, f"127.0.0.1:{listening.getsockname()[1]}"))
         found.tells("it begins with b'SSH-'", "correct the address", "`listen`")
+        found = diagnosed(engine_file(tmp_path, f"grpc:127.0.0.1:{listening.getsockname()[1]}"))
+        found.tells("whatever listens there does not answer in gRPC", "`grpc_listen`")
         listening.shutdown(socket.SHUT_RDWR)
 
 

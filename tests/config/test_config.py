@@ -111,6 +111,7 @@ def test_environment_overrides(path: Path) -> None:
         ),
         ("[gateway]\nengines = ['http://127.0.0.1:8000/?key=sk-plain']", ["gateway.engines.0.url", "8000/?..."]),
         ("[tracing]\nendpoint = 'u:sk-plain@127.0.0.1:4318'", ["tracing.endpoint: '...@127.0.0.1:4318'"]),
+        ("[tracing]\nendpoint = 'http://u:sk-plain@127.0.0.1:4318'", ["OTEL_EXPORTER_OTLP_HEADERS"]),
         ("[pool]\naddress = 'grpc://u:sk-plain@127.0.0.1'", ["pool.address", "//...@127.0.0.1"]),
         ("[pool]\naddress = '\\u001b[31mx'".replace("'", '"'), ["pool.address", "host:port"]),
         ("tenant = 'rde'\n[tenants.'R']\n[tenants.red]\n", ["tenants.R: ", "tenant: 'rde'", "did you mean 'red'"]),

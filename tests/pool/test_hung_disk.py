@@ -1,6 +1,7 @@
 """A pool whose disk hangs: memory serves on, /healthz tells, a stop keeps to its time, and the disk comes back."""
 
 import contextlib
+import signal
 import subprocess
 import sys
 import threading
@@ -8,11 +9,13 @@ import time
 import urllib.request
 from pathlib import Path
 
+from configured_pool import NEW, OLD, configuration, digest
 from hanging_disk import HangingDisk, hanging_disk
 from kvtier.testing.blocks import read_blocks
 from kvtier.tiers.base import Status, WriteStatus
 from pool_grpc_rig import connect
 from pool_rig import BLOCK_BYTES, MIB, WAIT_S, items, keys, running_pool, until
+from pool_rig import connect as connected
 
 
 def _health(address: str) -> str:
@@ -79,6 +82,35 @@ def test_a_pool_that_starts_on_a_disk_that_hangs_says_what_it_waits_for(tmp_path
             )
             disk.answer()
             assert any(line.startswith("ready ") for line in pool.stdout)
+            given_up.cancel()
+            pool.terminate()
+            pool.communicate(timeout=WAIT_S)
+    assert pool.returncode == 0
+
+
+_TOLD_SOON = "import kvtier.cli.main, kvtier.config.reloading as r; r._HANGS_S = 0.5; kvtier.cli.main.main()"
+
+
+def test_a_pool_whose_configuration_is_on_a_disk_that_hangs_says_so_and_serves_on(tmp_path: Path) -> None:
+    with hanging_disk(tmp_path) as disk:
+        file = configuration(tmp_path / "behind" / "pool.toml", f'"{digest(OLD)}"')
+        command = [sys.executable, "-c", _TOLD_SOON, "pool", "serve", "--config", str(disk.folder / "pool.toml")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pool:
+            given_up = threading.Timer(WAIT_S, pool.kill)
+            given_up.start()
+            assert pool.stdout is not None
+            ready = next(line for line in pool.stdout if line.startswith("ready "))
+            (block,) = (part.removeprefix("block=") for part in ready.split() if part.startswith("block="))
+            disk.hang()
+            assert any("configuration have not answered for 0.5 s" in line for line in pool.stdout)
+            with contextlib.closing(connected(block, token=OLD)) as tier:
+                assert tier.write(items(range(2))) == [WriteStatus.STORED] * 2
+            configuration(file, f'"{digest(NEW)}"')
+            pool.send_signal(signal.SIGHUP)
+            disk.answer()
+            said = ""
+            while "the pool has the" not in said or "answer again" not in said:
+                said += next(pool.stdout)
             given_up.cancel()
             pool.terminate()
             pool.communicate(timeout=WAIT_S)

@@ -1,8 +1,10 @@
 """What all installed packages find in a configuration, for `kvtier config check` and `kvtier doctor` alike."""
 
+import difflib
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
+from operator import attrgetter
 
 from kvtier.config import Config
 from kvtier.config.fields import OVERRIDE_PREFIX
@@ -11,6 +13,8 @@ from kvtier.config.reference import keys
 
 CHECKS = "kvtier.config_checks"
 """Entry points: name -> `kvtier.config.findings.Checks`."""
+_MISSPELT = 0.9
+"""How much the name of a variable resembles a key that it was perhaps meant for, as `difflib` counts."""
 
 
 def findings_of(config: Config) -> list[Finding]:
@@ -43,13 +47,22 @@ def _nothing_set(config: Config) -> Iterable[Finding]:
 
 
 def _unheard_variables(config: Config) -> Iterable[Finding]:
-    """Variables that nearly name a key: with single underscores or in lower case."""
+    """Variables that nearly name a key: with single underscores, in lower case, or misspelt."""
     prefixed = [variable for variable in config.references.environ if variable.upper().startswith("KVTIER_")]
     used = config.model_dump_json()
     unheard = [name for name in prefixed if not name.startswith(OVERRIDE_PREFIX) and f'"env:{name}"' not in used]
-    meant = {key.path.replace(".", "_").upper(): key for key in keys() if key.table} if unheard else {}
+    meant = {path.replace(".", "_").upper(): path for path in _paths(config)} if unheard else {}
     for variable in unheard:
-        key = meant.get(variable.upper().removeprefix("KVTIER_").strip("_").replace("__", "_"))
-        if key is not None:
-            name = OVERRIDE_PREFIX + key.path.upper().replace(".", "__")
-            yield Finding(Severity.WARNING, key.path, f"the variable {variable} does not set it; {name} would")
+        flat = variable.upper().removeprefix("KVTIER_").strip("_").replace("__", "_")
+        for close in difflib.get_close_matches(flat, meant, n=1, cutoff=_MISSPELT):
+            path = meant[close]
+            name = OVERRIDE_PREFIX + path.upper().replace(".", "__")
+            yield Finding(Severity.WARNING, path, f"the variable {variable} does not set it; {name} would")
+
+
+def _paths(config: Config) -> Iterable[str]:
+    """All keys, those of named tables by the names that this configuration has."""
+    for key in keys():
+        table, is_named, _ = key.path.partition(".NAME.")
+        for name in attrgetter(table)(config) if is_named else [""]:
+            yield key.path.replace(".NAME.", f".{name}.")

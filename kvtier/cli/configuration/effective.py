@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from kvtier.config import load_config
-from kvtier.config.parsing import overridden_keys, without_credentials
+from kvtier.config.parsing import without_credentials
+from kvtier.config.references import overridden_keys
 from kvtier.errors import printable
 
 

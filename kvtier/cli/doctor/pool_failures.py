@@ -1,5 +1,6 @@
 """Why an attempt to reach the pool has failed, in words that say what to do."""
 
+import errno
 import os
 import socket
 import ssl
@@ -50,6 +51,9 @@ def _explained(config: Config, tenant: str, address: str, error: BaseException) 
         return _socket_explained(path, error)
     if isinstance(error, ConnectionRefusedError) or "Connection refused" in str(error):  # the latter: gRPC's words
         return "nobody listens there", "start the pool, or correct the address: its own `listen` says which"
+    if "SETTINGS frame" in str(error):  # gRPC's words
+        remedy = "correct the address: the pool's own `grpc_listen` says which; its `listen` goes without `grpc:`"
+        return "whatever listens there does not answer in gRPC", f"{remedy}. If it is that one, see the pool's log"
     if isinstance(error, TimeoutError) and "greeting" in str(error):
         remedy = "if it is, the pool hangs or is stopped: see its log, and restart it; else correct the address"
         return str(error), remedy
@@ -73,10 +77,13 @@ def _socket_explained(path: Path, error: BaseException) -> tuple[str, str]:
     if isinstance(error, FileNotFoundError):
         remedy = "start the pool on this host, share the socket's folder with this container, or correct the path"
         return "there is no such socket", remedy
-    if isinstance(error, ConnectionRefusedError):
+    if isinstance(error, ConnectionRefusedError) or "Connection refused" in str(error):  # the latter: gRPC's words
         if not path.is_socket():
-            return "there is no socket, but another file", "name the pool's socket: its own `listen` says which"
+            kind = "a folder" if path.is_dir() else "another file"
+            return f"there is no socket, but {kind}", "name the pool's socket: its own `listen` says which"
         return "the socket is there, and nobody listens: its pool has ended", "start the pool"
     if isinstance(error, TimeoutError):
         return "no answer in time: the pool hangs or is stopped", "see the pool's log; restart it"
+    if isinstance(error, OSError) and error.errno in (errno.ELOOP, errno.ENOTDIR):
+        return f"no socket can be there: {os.strerror(error.errno)}", "correct the path"
     return str(error) or type(error).__name__, "see the pool's log"

@@ -63,7 +63,7 @@ class RedisAddress:
             parts = urlsplit(url)
         except ValueError as error:
             raise ConfigError(f"the URL of the Redis cannot be read: {error}") from None
-        if "@" in parts.netloc:
+        if "@" in (parts.netloc if parts.scheme == "unix" else url):
             raise ConfigError(
                 "the URL of the Redis has credentials in it: set redis_username and redis_password instead"
             )

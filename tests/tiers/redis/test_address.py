@@ -61,6 +61,8 @@ def test_urls(url: str, address: RedisAddress) -> None:
         ("redis+cluster://a/1", "no meaning"),
         ("unix://", "path must have"),
         ("redis://user:secret@a", "set redis_username and redis_password instead"),
+        ("redis:user:secret@a:6379", "set redis_username and redis_password instead"),
+        ("redis://user:secret#x@a:6379", "set redis_username and redis_password instead"),
     ],
 )
 def test_urls_that_cannot_be(url: str, complaint: str) -> None:
