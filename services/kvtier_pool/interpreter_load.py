@@ -14,6 +14,9 @@ _LEAST_SHARE = 0.15
 _SLOWED, _GROWTH = 0.7, 0.03
 """The share is multiplied by the one while threads are late, and grows by the other while they are not: it falls in
 some tenths of a second and comes back in some seconds."""
+_FIRST_GROWTH = 2.0
+"""The share begins at the least, and is multiplied by this until threads are late for the first time: who does no harm
+has all of it after three decisions. If it began at 1, a flood would have its way for as long as it takes to fall."""
 
 
 class InterpreterLoad:
@@ -31,6 +34,8 @@ class InterpreterLoad:
         """Whether the thread looks. Written whole; a change that is lost is made up for by the next request."""
         self._looked_s = 0.0
         """When the thread looked last. That thread only, as all below."""
+        self._is_first = False
+        """Whether threads have not been late since it began to look."""
         self._late_s = 0.0
         self._num_ticks = 0
         self._thread = TickingThread("kvtier-load", _TICK_S, self._look)
@@ -56,14 +61,18 @@ class InterpreterLoad:
         self._num_ticks += 1
         if self._num_ticks < _NUM_TICKS:
             return
-        is_late = self._late_s > _LATE_S * self._num_ticks
-        self.share = max(_LEAST_SHARE, self.share * _SLOWED) if is_late else min(1.0, self.share + _GROWTH)
+        if self._late_s > _LATE_S * self._num_ticks:
+            self.share, self._is_first = max(_LEAST_SHARE, self.share * _SLOWED), False
+        else:
+            self.share = min(1.0, self.share * _FIRST_GROWTH if self._is_first else self.share + _GROWTH)
         self._late_s, self._num_ticks = 0.0, 0
 
     def _look(self) -> bool:
         now_s = self._clock()
         if self._looked_s:
             self.note(now_s - self._looked_s - _TICK_S)
+        else:
+            self.share, self._is_first = _LEAST_SHARE, True
         if now_s < self._asked_until_s:
             self._looked_s = self._clock()
             return True

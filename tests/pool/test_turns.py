@@ -184,6 +184,19 @@ def test_the_share_falls_while_threads_are_late_and_comes_back() -> None:
     assert shares == [0.15, 1.0]
 
 
+def test_the_share_grows_fast_until_threads_are_late_for_the_first_time() -> None:
+    clock = StillClock()
+    load = InterpreterLoad(clock)
+    load.watch_until(clock() + WAIT_S)
+    shares = []
+    for num_late in (0, 0, 20, 0, 0):
+        for tick in range(20 + (not shares)):  # the first look begins
+            clock.now_s += 0.005 + (0.002 if tick < num_late else 0.0)
+            load._look()
+        shares.append(round(load.share, 3))
+    assert shares == [0.3, 0.6, 0.42, 0.45, 0.48]
+
+
 def test_a_pool_watches_how_late_its_threads_are_while_several_tenants_ask() -> None:
     load = InterpreterLoad()
     load.start()
