@@ -5,10 +5,9 @@ import errno
 import os
 import socket
 import struct
-from pathlib import Path
 from typing import NamedTuple
 
-_DESCRIPTORS = Path("/proc/self/fd")
+_DESCRIPTORS = "/proc/self/fd"
 _RECEIVED = struct.Struct("128xQ")
 """What begins `struct tcp_info` of Linux, up to `tcpi_bytes_received`."""
 _MAPPED = "::ffff:"
@@ -40,7 +39,7 @@ class OwnSockets:
         known = {}
         for name in os.listdir(_DESCRIPTORS):
             with contextlib.suppress(FileNotFoundError):  # closed since
-                target = os.readlink(_DESCRIPTORS / name)
+                target = os.readlink(f"{_DESCRIPTORS}/{name}")
                 if target.startswith("socket:"):
                     key = int(name), target
                     known[key] = self._known[key] if key in self._known else _described(int(name))

@@ -71,6 +71,11 @@ class TenantPlaces:
             f"{self._num_kept} are kept for each tenant; retry later"
         )
 
+    def has_one_for(self, tenant: TenantId) -> bool:
+        """Whether the tenant could take a place now."""
+        with self._changed:
+            return self._fits(tenant)
+
     def give_back(self, tenant: TenantId) -> None:
         with self._changed:
             self._taken[tenant] -= 1

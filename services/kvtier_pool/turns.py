@@ -126,9 +126,11 @@ class FairTurns:
             self._charge(tenant, spent_s)
 
     @contextmanager
-    def charged(self, tenant: TenantId) -> Iterator[None]:
-        """Charges the tenant with what this thread computes inside, but for what its turns are charged with."""
-        began_s = interpreter_s()
+    def charged(self, tenant: TenantId, began_s: float) -> Iterator[None]:
+        """Charges the tenant with what this thread computes inside, but for what its turns are charged with.
+
+        :param began_s: `interpreter_s` of this thread when it began to work for the tenant.
+        """
         try:
             yield
         finally:

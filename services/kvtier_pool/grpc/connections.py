@@ -80,8 +80,8 @@ class GrpcConnections:
             self._thread.join()
 
     def log_in(self, peer: str, login: Login) -> None:
-        """Takes one of the tenant's places for the connection of a call, with its first call. 0.1 us after that, and
-        2 us for each descriptor of the process before.
+        """Takes one of the tenant's places for the connection of a call, with its first call. 0.1 us after that. Where
+        the tenant seems to have none left, 2 us for each descriptor of the process.
 
         :param peer: as gRPC calls it.
         :raises LimitExceededError: the tenant has none left.
@@ -92,7 +92,8 @@ class GrpcConnections:
             if known[1] != login:
                 self._renew(peer, login)
             return
-        self._look()  # places of connections that have ended go back
+        if not self._places.has_one_for(login.tenant):
+            self._look()  # places of connections that have ended go back
         self._places.take(login.tenant)
         with self._lock:
             is_first = peer not in self._logins

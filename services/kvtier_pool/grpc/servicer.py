@@ -22,6 +22,7 @@ from kvtier.protocol.status import CODES, code_for
 from kvtier.store.cold_reads import Block
 from kvtier.store.event_hub import Subscription
 from kvtier.store.store import Store
+from kvtier.system.interpreter_time import interpreter_s
 from kvtier.system.tracing import NO_CONTEXT, is_context, tracing
 from kvtier.tiers.base import Status
 from kvtier_pool.auth import Login
@@ -264,10 +265,10 @@ class PoolServicer:
 
         :param place: that of a call if there is none.
         """
-        code = grpc.StatusCode.CANCELLED
+        code, began_s = grpc.StatusCode.CANCELLED, interpreter_s()
         try:
             login = self._callers.login_of(context)
-            with (place or self._places.of_call)(login.tenant), self._turns.charged(login.tenant):
+            with (place or self._places.of_call)(login.tenant), self._turns.charged(login.tenant, began_s):
                 yield login
             code = grpc.StatusCode.OK
         except KvtierError as error:
