@@ -15,8 +15,9 @@ _SLOWED, _GROWTH = 0.7, 0.03
 """The share is multiplied by the one while threads are late, and grows by the other while they are not: it falls in
 some tenths of a second and comes back in some seconds."""
 _FIRST_GROWTH = 2.0
-"""The share begins at the least, and is multiplied by this until threads are late for the first time: who does no harm
-has all of it after three decisions. If it began at 1, a flood would have its way for as long as it takes to fall."""
+"""The share begins at the least, later where it was when several tenants asked before, and is multiplied by this until
+threads are late for the first time: who does no harm has all of it after three decisions, and keeps it. If it began at
+1, a flood would have its way for as long as it takes to fall."""
 
 
 class InterpreterLoad:
@@ -36,6 +37,8 @@ class InterpreterLoad:
         """When the thread looked last. That thread only, as all below."""
         self._is_first = False
         """Whether threads have not been late since it began to look."""
+        self._last_share = _LEAST_SHARE
+        """The share when it looked last."""
         self._late_s = 0.0
         self._num_ticks = 0
         self._thread = TickingThread("kvtier-load", _TICK_S, self._look)
@@ -72,12 +75,12 @@ class InterpreterLoad:
         if self._looked_s:
             self.note(now_s - self._looked_s - _TICK_S)
         else:
-            self.share, self._is_first = _LEAST_SHARE, True
+            self.share, self._is_first = self._last_share, True
         if now_s < self._asked_until_s:
             self._looked_s = self._clock()
             return True
         self._is_watching = False
-        self.share = 1.0
+        self._last_share, self.share = self.share, 1.0
         self._looked_s = self._late_s = 0.0
         self._num_ticks = 0
         return False

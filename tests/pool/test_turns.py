@@ -195,6 +195,12 @@ def test_the_share_grows_fast_until_threads_are_late_for_the_first_time() -> Non
             load._look()
         shares.append(round(load.share, 3))
     assert shares == [0.3, 0.6, 0.42, 0.45, 0.48]
+    clock.now_s += WAIT_S
+    assert not load._look()
+    assert load.share == 1.0, "one tenant alone"
+    load.watch_until(clock() + WAIT_S)
+    load._look()
+    assert round(load.share, 3) == 0.48, "as it was: who comes and goes does not slow others each time"
 
 
 def test_a_pool_watches_how_late_its_threads_are_while_several_tenants_ask() -> None:
