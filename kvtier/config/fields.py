@@ -17,6 +17,7 @@ from pydantic import (
 
 from kvtier.errors import ConfigError
 from kvtier.net.address import GRPC_PREFIX, Address
+from kvtier.net.plain_url import OF_A_REDIS, require_no_credentials
 from kvtier.policies.admission_text import parse_admission
 
 OVERRIDE_PREFIX = "KVTIER__"
@@ -116,6 +117,22 @@ def _checked_mode(mode: int) -> int:
     return mode
 
 
+def checked_url(text: str, instead: str) -> str:
+    """A URL as it stands. Raises `ValueError` where `require_no_credentials` raises."""
+    try:
+        require_no_credentials(text, instead)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+def _checked_redis_url(text: str) -> str:
+    return text and checked_url(text, OF_A_REDIS)
+
+
+RedisUrl = Annotated[str, AfterValidator(_checked_redis_url)]
+"""What `kvtier.tiers.redis.address.RedisAddress.parse` takes, without credentials; empty: none, so that an environment
+can take it away."""
 ListenAddress = Annotated[str, AfterValidator(_checked_address)]
 """Text that `Address.parse` takes."""
 HttpAddress = Annotated[str, AfterValidator(_checked_http_address)]

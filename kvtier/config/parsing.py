@@ -19,7 +19,7 @@ from kvtier.config.config import Config
 from kvtier.config.credentials import RoleConfig, TokenConfig
 from kvtier.config.fields import OVERRIDE_PREFIX
 from kvtier.config.gateway import ApiKeyConfig, GatewayEngineConfig
-from kvtier.config.references import References, overridden_keys
+from kvtier.config.references import References, overridden_keys, overriding
 from kvtier.config.tenant import TenantConfig
 from kvtier.errors import ConfigError, InvalidInputError, printable
 from kvtier.identity.keys import tenant_id
@@ -134,21 +134,20 @@ def token_sha256(token: str) -> str:
 def _overridden(data: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """A copy of `data` with `KVTIER__A__B=value` put at data["a"]["b"]."""
     merged: dict[str, Any] = {k: dict(v) if isinstance(v, dict) else v for k, v in data.items()}
-    for variable, value in environ.items():
-        if variable.startswith(OVERRIDE_PREFIX):
-            *path, last = variable.removeprefix(OVERRIDE_PREFIX).lower().split("__")
-            if not all((*path, last)):
-                example = f"{OVERRIDE_PREFIX}HOST__CAPACITY_BYTES"
-                name = printable(variable)
-                raise ConfigError(
-                    f"environment variable {name}: names no key; name one as in {example}, or remove the variable"
-                )
-            table = merged
-            for part in path:
-                below = table.get(part, {})
-                table[part] = dict(below) if isinstance(below, dict) else {}
-                table = table[part]
-            table[last] = _toml_value(value)
+    for variable in overriding(environ):
+        *path, last = variable.removeprefix(OVERRIDE_PREFIX).lower().split("__")
+        if not all((*path, last)):
+            example = f"{OVERRIDE_PREFIX}HOST__CAPACITY_BYTES"
+            name = printable(variable)
+            raise ConfigError(
+                f"environment variable {name}: names no key; name one as in {example}, or remove the variable"
+            )
+        table = merged
+        for part in path:
+            below = table.get(part, {})
+            table[part] = dict(below) if isinstance(below, dict) else {}
+            table = table[part]
+        table[last] = _toml_value(environ[variable])
     return merged
 
 
@@ -202,9 +201,9 @@ def _to_blame(location: list[str], data: Mapping[str, Any], variables: Mapping[s
     :param variables: key -> the variable that has set it.
     """
     above = [".".join(location[: depth + 1]) for depth in range(len(location))]
-    for known, variable in variables.items():
-        if known in above:
-            return variable
+    for key in reversed(above):  # a key's own variable before one of its table
+        if key in variables:
+            return variables[key]
     there: Any = data
     for name, key in zip(location, above, strict=True):
         below = next((variable for known, variable in variables.items() if known.startswith(f"{key}.")), None)

@@ -19,6 +19,7 @@ from kvtier.config.fields import (
     HttpAddress,
     ListenAddress,
     PolicyName,
+    RedisUrl,
     Seconds,
     SecretReference,
     Section,
@@ -118,7 +119,7 @@ class PoolServiceConfig(Section):
     """Whether blocks go past the page cache, `auto`, `on` or `off`: see `direct_io` in `[disk]`."""
     disk_timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0
     """How long one operation of the disk may take: see `timeout_s` in `[disk]`."""
-    redis_url: str | None = None
+    redis_url: RedisUrl | None = None
     """Redis or Valkey below memory and disk, shared by all pools of a site: `redis://host:port/0`, `rediss://`,
     `unix://`, `redis+sentinel://host:port,host:port/service`, `redis+cluster://host:port`. Without: no such tier."""
     redis_username: str | None = None

@@ -84,10 +84,16 @@ class References:
         return ConfigError(f"{self.name_of(key)}: {text}")
 
 
+def overriding(environ: Mapping[str, str]) -> list[str]:
+    """The variables of the environment that set keys, those of tables before those of keys in them: whatever the order
+    of the environment, the same is in force."""
+    found = (variable for variable in environ if variable.startswith(OVERRIDE_PREFIX))
+    return sorted(found, key=lambda variable: (variable.count("__"), variable))
+
+
 def overridden_keys(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the keys that variables of the environment set, with dots, and the name of the variable of each."""
+    """Returns the keys that variables of the environment set, with dots, and the name of the variable of each, as
+    `overriding` has them."""
     return {
-        variable.removeprefix(OVERRIDE_PREFIX).lower().replace("__", "."): variable
-        for variable in environ
-        if variable.startswith(OVERRIDE_PREFIX)
+        variable.removeprefix(OVERRIDE_PREFIX).lower().replace("__", "."): variable for variable in overriding(environ)
     }

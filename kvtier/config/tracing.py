@@ -4,15 +4,13 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from kvtier.config.fields import Section
+from kvtier.config.fields import Section, checked_url
 
 
 def _checked_url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise ValueError(f"{text!r}: use the URL of a collector that takes OTLP over HTTP, e.g. http://127.0.0.1:4318")
-    if "@" in text:
-        raise ValueError("there are credentials in it: export OTEL_EXPORTER_OTLP_HEADERS=authorization=... instead")
-    return text
+    return checked_url(text, "export OTEL_EXPORTER_OTLP_HEADERS=authorization=...")
 
 
 class TracingConfig(Section):

@@ -2,51 +2,22 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from certificates import Authority
+from config_command_rig import SECRETS, findings, run
 from kvtier.cli.configuration.command import findings as findings_of
 from kvtier.cli.configuration.command import markdown_page
-from kvtier.config import load_config
 from kvtier.config.reference import keys
-from kvtier.errors import ConfigError
 from kvtier_engine.demo.demo_model import demo_model_path
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
-SECRETS = {
-    "KVTIER_SECRET": "0123456789abcdef0123",
-    "KVTIER_TOKEN": "fedcba9876543210fedc",
-    "KVTIER_TOKEN_SHA256": "ab" * 32,
-    "ALICE_KEY_SHA256": "cd" * 32,
-}
-
 ENGINE = "tenant = 'a'\n[tenants.a]\nsecret = 'env:KVTIER_SECRET'\ntoken = 'env:KVTIER_TOKEN'\n"
 KEYS = f"[api_keys.alice]\ntenant = 'a'\nkey_sha256 = ['{'cd' * 32}']\n[tenants.a]\n"
 GATEWAY = f"[gateway]\nengines = ['http://127.0.0.1:8000']\n{KEYS}"
 POOL = f"[tenants.a]\ntoken_sha256 = ['{'ab' * 32}']\n[pool_service]\n"
-
-
-def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER")}
-    return subprocess.run(
-        [sys.executable, "-m", "kvtier.cli.main", "config", *arguments],
-        capture_output=True,
-        text=True,
-        env=clean | environ,
-        timeout=60,
-        check=False,
-    )
-
-
-def findings(file: Path, **environ: str) -> tuple[int, list[dict[str, str]]]:
-    done = run("check", str(file), "--json", **environ)
-    answer = json.loads(done.stdout)
-    assert answer["ok"] is (done.returncode == 0), done.stderr
-    return done.returncode, answer["findings"]
 
 
 @pytest.mark.parametrize("field", ["tls_certificate", "tls_key", "tls_client_ca"])
@@ -282,96 +253,6 @@ def test_a_certificate_that_does_not_hold_is_told_before_anything_starts(table: 
         texts = [each["text"] for each in found if each["key"].endswith(".tls_certificate")]
         assert len(texts) == (said is not None)
         assert all(said in text for text in texts if said)
-
-
-def test_an_error_of_the_environment_names_the_variable(tmp_path: Path) -> None:
-    file = tmp_path / "kvtier.toml"
-    file.write_text("[pool_service]\nmemory_bytes = '1GiB'\n")
-    for variable, part in (
-        ("POOL_SERVICE__MEMORY_BYTES", "not a size; use a number of bytes"),
-        ("POOL_SERVICE__MEMROY_BYTES", "did you mean 'memory_bytes'"),
-        ("HOTS__CAPACITY_BYTES", "hots: unknown key; did you mean 'host'"),
-        ("TENANTS__RED__MEMRY__CAP_BYTES", "did you mean 'memory'"),
-        ("API_KEYS__ALICE__MAY_PIN", "api_keys.alice.tenant: Field required"),
-        ("A__B", "a: unknown key"),
-        ("", "names no key; name one as in KVTIER__HOST__CAPACITY_BYTES"),
-        ("HOST____POLICY", "names no key"),
-    ):
-        with pytest.raises(ConfigError) as raised:
-            load_config(file, {f"KVTIER__{variable}": "banana"})
-        first = str(raised.value).splitlines()[0]
-        assert first.startswith(f"environment variable KVTIER__{variable}: ")
-        assert part in first
-    file.write_text("tenant = 'red'\n[tenants.red]\nsecret = 'env:NOWHERE'\n")
-    for variable, said in (
-        ("TENANTS__RED__SECRET__FOO", "tenants.red.secret: it should be a valid string"),
-        ("TENANT", "tenant: 'banana' has no table; valid: red"),
-        ("tenant", "tenant: 'banana' has no table; valid: red"),
-        ("TENANTS__A__SECRET", "tenants.a.secret: "),
-        ("GATEWAY_TENANTS", "gateway_tenants: 'banana' has no table; valid: red"),
-    ):
-        with pytest.raises(ConfigError) as raised:
-            load_config(file, {f"KVTIER__{variable}": '["banana"]' if "GATEWAY" in variable else "banana"})
-        assert str(raised.value).startswith(f"environment variable KVTIER__{variable}: {said}")
-    file.write_text("[hots]\ncapacity_bytes = 1\n")
-    with pytest.raises(ConfigError, match=rf"^{file}: hots: unknown key"):
-        load_config(file, {"KVTIER__HOTS__CAPACITY_BYTES": "1"})
-
-
-def test_show_says_who_has_set_what(tmp_path: Path) -> None:
-    file = tmp_path / "kvtier.toml"
-    file.write_text("[pool_service]\nmemory_bytes = '1GiB'\nredis_password = 'env:NEVER_SHOWN'\n")
-    done = run("show", str(file), "--json", KVTIER__HOST__POLICY="lfu", NEVER_SHOWN="hidden")
-    settings = {found["key"]: (found["value"], found["source"]) for found in json.loads(done.stdout)["settings"]}
-    assert settings == {
-        "host.policy": ("lfu", "KVTIER__HOST__POLICY"),
-        "pool_service.memory_bytes": (2**30, str(file)),
-        "pool_service.redis_password": ("env:NEVER_SHOWN", str(file)),
-    }
-    everything = json.loads(run("show", str(file), "--all", "--json").stdout)["settings"]
-    assert {"key": "cache.tokens_per_block", "value": 16, "source": "default"} in everything
-
-
-def test_show_prints_no_secret_and_no_control_characters(tmp_path: Path) -> None:
-    file = tmp_path / "kvtier.toml"
-    file.write_text("[tenants.red]\nsecret = 'never shown'\n")
-    done = run("show", str(file))
-    assert (done.returncode, "env:NAME" in done.stderr, "never shown" in done.stdout + done.stderr) == (1, True, False)
-    file.write_text('[pool_service]\nredis_url = "redis://u:never-shown@h:1/0?password=never-shown"\n')
-    assert run("show", str(file)).stdout.startswith('pool_service.redis_url = "redis://...@h:1/0?..."')
-    file.write_text('[engine.adapters."a\\u001bc"]\npath = "x"\n')
-    shown = run("show", str(file)).stdout
-    assert "engine.adapters.a\\x1bc.path" in shown
-
-
-@pytest.mark.parametrize(
-    ("variable", "key"),
-    [
-        ("KVTIER_POOL_ADDRESS", "pool.address"),
-        ("KVTIER_POOL__ADDRESS", "pool.address"),
-        ("kvtier__pool__address", "pool.address"),
-        ("KVTIER_HOST_CAPACITY_BYTES", "host.capacity_bytes"),
-        ("KVTIER_POOL_ADRESS", "pool.address"),
-        ("KVTIER_TENANT", "tenant"),
-        ("KVTIER_TENANTS_DEFAULT_SALT", "tenants.default.salt"),
-    ],
-)
-def test_a_variable_that_nearly_names_a_key(variable: str, key: str, tmp_path: Path) -> None:
-    file = tmp_path / "kvtier.toml"
-    assert run("init", "engine", "--output", str(file)).returncode == 0
-    code, found = findings(file, **SECRETS, **{variable: "127.0.0.1:1"})
-    (text,) = [each["text"] for each in found if each["key"] == key and "variable" in each["text"]]
-    meant = f"KVTIER__{key.replace('.', '__').upper()}"
-    assert (code, text) == (0, f"the variable {variable} does not set it; {meant} would")
-
-
-def test_variables_of_ones_own(tmp_path: Path) -> None:
-    """Variables that the file refers to, and others that name no key, are told of by nobody."""
-    file = tmp_path / "kvtier.toml"
-    text = run("init", "engine").stdout.replace("env:KVTIER_SECRET", "env:KVTIER_POOL_ADDRESS")
-    file.write_text(text)
-    code, found = findings(file, **SECRETS, KVTIER_POOL_ADDRESS="s" * 32, KVTIER_HOME="x", KVTIER_CONFIG="x")
-    assert (code, [each["text"] for each in found if "variable" in each["text"]]) == (0, [])
 
 
 def test_what_starts_and_cannot_do_what_is_set(tmp_path: Path) -> None:

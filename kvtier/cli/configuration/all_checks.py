@@ -51,18 +51,28 @@ def _unheard_variables(config: Config) -> Iterable[Finding]:
     prefixed = [variable for variable in config.references.environ if variable.upper().startswith("KVTIER_")]
     used = config.model_dump_json()
     unheard = [name for name in prefixed if not name.startswith(OVERRIDE_PREFIX) and f'"env:{name}"' not in used]
-    meant = {path.replace(".", "_").upper(): path for path in _paths(config)} if unheard else {}
+    paths = [key.path for key in keys()] if unheard else []
     for variable in unheard:
         flat = variable.upper().removeprefix("KVTIER_").strip("_").replace("__", "_")
+        meant = {_flat(path): path for path in _paths_near(flat, paths, config)}
         for close in difflib.get_close_matches(flat, meant, n=1, cutoff=_MISSPELT):
             path = meant[close]
             name = OVERRIDE_PREFIX + path.upper().replace(".", "__")
             yield Finding(Severity.WARNING, path, f"the variable {variable} does not set it; {name} would")
 
 
-def _paths(config: Config) -> Iterable[str]:
-    """All keys, those of named tables by the names that this configuration has."""
-    for key in keys():
-        table, is_named, _ = key.path.partition(".NAME.")
-        for name in attrgetter(table)(config) if is_named else [""]:
-            yield key.path.replace(".NAME.", f".{name}.")
+def _flat(path: str) -> str:
+    return path.replace(".", "_").upper()
+
+
+def _paths_near(flat: str, paths: Iterable[str], config: Config) -> Iterable[str]:
+    """The keys that a variable may have been meant for: those of a named table only where the variable begins with the
+    table and one of its names, for there may be thousands, and no others that a variable cannot reach."""
+    for path in paths:
+        table, is_named, _ = path.partition(".NAME.")
+        if not is_named:
+            yield path
+        elif flat.startswith(f"{_flat(table)}_"):
+            for name in attrgetter(table)(config):
+                if "__" not in name and flat.startswith(_flat(f"{table}.{name}.")):
+                    yield path.replace(".NAME.", f".{name}.")

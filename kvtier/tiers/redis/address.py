@@ -19,6 +19,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvtier.errors import ConfigError
 from kvtier.net.address import Address
 from kvtier.net.certificates import TlsFiles, client_context
+from kvtier.net.plain_url import OF_A_REDIS, require_no_credentials
 
 _SCHEMES = "redis, rediss, unix, redis+sentinel, rediss+sentinel, redis+cluster, rediss+cluster"
 _TLS_OPTIONS = {"ca", "cert", "key", "check_hostname"}
@@ -63,13 +64,13 @@ class RedisAddress:
             parts = urlsplit(url)
         except ValueError as error:
             raise ConfigError(f"the URL of the Redis cannot be read: {error}") from None
-        if "@" in (parts.netloc if parts.scheme == "unix" else url):
-            raise ConfigError(
-                "the URL of the Redis has credentials in it: set redis_username and redis_password instead"
-            )
         base, _, kind_name = parts.scheme.partition("+")
         if base not in ("redis", "rediss", "unix") or parts.scheme not in _SCHEMES.split(", "):
             raise ConfigError(f"the URL of the Redis begins with {parts.scheme!r}: use one of {_SCHEMES}")
+        try:
+            require_no_credentials(url, OF_A_REDIS)
+        except ConfigError as error:
+            raise ConfigError(f"the URL of the Redis: {error}") from None
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         if base == "unix":
             return cls(
@@ -83,7 +84,7 @@ class RedisAddress:
         if kind is Kind.SENTINEL and not service:
             raise ConfigError("the URL of the Sentinels lacks the service's name: redis+sentinel://host:26379/mymaster")
         if len(path) > 1 or (kind is Kind.CLUSTER and path):
-            raise ConfigError(f"the URL of the Redis has the path {parts.path!r}, which has no meaning here")
+            raise ConfigError("the URL of the Redis has a path, which has no meaning here")
         port = 26379 if kind is Kind.SENTINEL else 6379
         seeds = tuple(_seed(text, port) for text in parts.netloc.split(","))
         if kind is Kind.SINGLE and len(seeds) > 1:
@@ -120,7 +121,7 @@ def _seed(text: str, default_port: int) -> Address:
 def _db(text: str, rest: Mapping[str, str]) -> int:
     _require_none(rest)
     if text and not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"database {text!r} in the URL of the Redis: use a number")
+        raise ConfigError("the database in the URL of the Redis: use a number")
     return int(text or 0)
 
 
