@@ -16,8 +16,8 @@ def require_no_credentials(url: str, instead: str) -> None:
     """
     try:
         hosts = urlsplit(url).netloc
-    except ValueError as error:
-        raise ConfigError(f"it cannot be read: {error}") from None
+    except ValueError:  # whose words may have all of it in them
+        raise ConfigError("it cannot be read: write scheme://host:port") from None
     looked_at = hosts if url.startswith("unix://") else unquote(url.partition("?")[0])
     if "@" in looked_at or "#" in looked_at:
         raise ConfigError(f"there are credentials in it: {instead} instead")

@@ -20,6 +20,7 @@ CREDENTIALS = (
     "redis://u:1#never-shown@h:1",
     "redis+sentinel://u:never-shown@h:1/s",
     "unix://u:never-shown@h/x",
+    "redis://u:never-shown\u2100@h:1",
 )
 
 

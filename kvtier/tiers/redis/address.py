@@ -62,8 +62,8 @@ class RedisAddress:
         """Raises `ConfigError` that says what is wrong, and never shows credentials."""
         try:
             parts = urlsplit(url)
-        except ValueError as error:
-            raise ConfigError(f"the URL of the Redis cannot be read: {error}") from None
+        except ValueError:  # whose words may have all of it in them
+            raise ConfigError(f"the URL of the Redis cannot be read: use one of {_SCHEMES}") from None
         base, _, kind_name = parts.scheme.partition("+")
         if base not in ("redis", "rediss", "unix") or parts.scheme not in _SCHEMES.split(", "):
             raise ConfigError(f"the URL of the Redis begins with {parts.scheme!r}: use one of {_SCHEMES}")
