@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvtier.clock import MONOTONIC
-from kvtier.net.gather import SEND_PIECE_BYTES, SEND_SLICE_S, TCP_PIECE_BYTES, piece, timeval
+from kvtier.net.gather import SEND_PIECE_BYTES, SEND_SLICE_S, TCP_LARGE_PIECE_BYTES, TCP_PIECE_BYTES, piece, timeval
 
 MAX_DESCRIPTORS = 16
 """File descriptors that one frame may carry."""
@@ -53,7 +53,7 @@ class Stream(Protocol):
         :param descriptors: go with the first byte. Unix sockets only.
         """
 
-    def send_large_pieces(self, is_on: bool) -> None:
+    def make_few_calls(self, is_on: bool) -> None:
         """Sends as much in a system call as it may, or what is fastest where the interpreter is nobody else's."""
 
     def end_sending(self) -> None:
@@ -83,10 +83,12 @@ class PlainStream:
         self._takes_descriptors = takes_descriptors
         self._descriptors: deque[int] = deque()
         """Received and not taken yet."""
-        self._fast_piece_bytes = SEND_PIECE_BYTES if connected.family == socket.AF_UNIX else TCP_PIECE_BYTES
+        is_unix = connected.family == socket.AF_UNIX
+        self._fast_piece_bytes = SEND_PIECE_BYTES if is_unix else TCP_PIECE_BYTES
+        self._large_piece_bytes = SEND_PIECE_BYTES if is_unix else TCP_LARGE_PIECE_BYTES
         self._piece_bytes = self._fast_piece_bytes
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(SEND_SLICE_S))
-        if connected.family == socket.AF_UNIX:
+        if is_unix:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, unix_buffer_bytes)
         else:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -134,9 +136,9 @@ class PlainStream:
         except BlockingIOError:
             return 0
 
-    def send_large_pieces(self, is_on: bool) -> None:
-        """Sends a MiB in a system call from now on: each gives the interpreter up, and waits to have it back."""
-        self._piece_bytes = SEND_PIECE_BYTES if is_on else self._fast_piece_bytes
+    def make_few_calls(self, is_on: bool) -> None:
+        """Sends large pieces from now on: each call gives the interpreter up, and waits to have it back."""
+        self._piece_bytes = self._large_piece_bytes if is_on else self._fast_piece_bytes
 
     def wait_for_end(self) -> None:
         """Blocks until the peer has closed, or `shut_down` was called. Beside a thread that uses the stream."""

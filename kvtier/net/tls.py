@@ -218,7 +218,7 @@ class TlsStream:
                 at += count
         return total
 
-    def send_large_pieces(self, is_on: bool) -> None:
+    def make_few_calls(self, is_on: bool) -> None:
         """Changes nothing: pieces are a MiB, whose records OpenSSL encrypts one by one."""
 
     def end_sending(self) -> None:

@@ -41,6 +41,7 @@ class FrameSocket:
         """The monotonic time at which the last bytes were asked for."""
         self._may_spin = self._spins = spins
         """Whether the last frame came so soon that looking for the next one is worth while."""
+        self._makes_few_calls = False
 
     def send_frame(
         self,
@@ -80,9 +81,11 @@ class FrameSocket:
         """Sends bytes that are no frame: for peers that speak another protocol."""
         self._send_message(data, deadline)
 
-    def send_large_pieces(self, is_on: bool) -> None:
-        """Sends payloads by few system calls, for a process whose threads fight for the interpreter."""
-        self._stream.send_large_pieces(is_on)
+    def make_few_calls(self, is_on: bool) -> None:
+        """Sends and receives by few system calls from now on, or by those that are fastest. Each call gives the
+        interpreter up, and where threads fight for it, waits to have it back."""
+        self._makes_few_calls = is_on
+        self._stream.make_few_calls(is_on)
 
     def wait(self) -> bool:
         """Blocks, however long, until a frame begins. False when the connection has ended instead."""
@@ -183,7 +186,7 @@ class FrameSocket:
     def _look(self) -> bool:
         """Whether a frame begins within the time that going to sleep and waking up would take."""
         self._asked_at = now = MONOTONIC()
-        while self._spins and now - self._asked_at < _SPIN_S:
+        while self._spins and not self._makes_few_calls and now - self._asked_at < _SPIN_S:
             count = self._stream.poll(self._ahead)
             if count is not None:
                 self._start, self._stop = 0, count

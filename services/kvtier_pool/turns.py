@@ -173,11 +173,15 @@ class FairTurns:
         turn.began_s = interpreter_s()
 
     def _most_s(self, turns: _Turns, turn: Turn) -> float:
-        """How long it takes at most until the turn may begin. Caller holds the lock."""
-        place = turns.waiting.index(turn) if turn in turns.waiting else 0
+        """How long it takes at most until the turn may begin, or the tenant has paid. Caller holds the lock."""
         now_s = self._clock()
-        owed_s = max(0.0, self._paid_s.get(turn.tenant, 0.0) - now_s)
-        return owed_s + self._turn_s * (1 + place // max(1, self._at_once(turn.tenant, now_s)))
+        owed_s = self._paid_s.get(turn.tenant, 0.0) - now_s
+        place = turns.waiting.index(turn) if turn in turns.waiting else 0
+        if place:  # those before it begin first, and let it begin
+            return max(0.0, owed_s) + self._turn_s * (1 + place // max(1, self._at_once(turn.tenant, now_s)))
+        if owed_s > 0:
+            return owed_s
+        return max(0.0, turns.running[0].until_s - now_s) if turns.running else 0.0
 
     def _at_once(self, tenant: TenantId, now_s: float) -> int:
         """How many requests of the tenant may be handled at a time: while threads are late, one if it has used half of

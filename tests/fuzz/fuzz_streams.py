@@ -39,7 +39,7 @@ class FeedStream:
         assert len(self.sent) <= _MOST_SENT_BYTES, "answers without end"
         return count
 
-    def send_large_pieces(self, is_on: bool) -> None:
+    def make_few_calls(self, is_on: bool) -> None:
         pass
 
     def end_sending(self) -> None:

@@ -128,6 +128,19 @@ def test_who_has_had_more_than_its_share_waits_while_threads_are_late_and_others
     assert not turns._of
 
 
+def test_who_has_paid_and_has_nothing_running_waits_no_longer() -> None:
+    clock = StillClock()
+    turns = late(clock)
+    turns.charge(RED, 0.05)
+    waiting = Waiting(turns)
+    until(lambda: len(turns._of[RED].waiting) == 1)
+    red = turns._of[RED]
+    most_s = turns._most_s(red, red.waiting[0])
+    clock.now_s += 0.05 / 0.25
+    turns.end(waiting.begun())
+    assert round(most_s, 2) == 0.18, "what it owes, less its credit"
+
+
 def test_no_tenant_waits_long_for_what_it_has_had_and_none_while_threads_are_in_time() -> None:
     clock = StillClock()
     turns = late(clock)

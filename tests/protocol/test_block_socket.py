@@ -42,19 +42,20 @@ class Peer:
     def send(self, views: list[memoryview], start: int, descriptors: Sequence[int] = ()) -> int:
         raise AssertionError("nothing is sent")
 
-    def send_large_pieces(self, is_on: bool) -> None:
-        raise AssertionError("nothing is sent")
+    def make_few_calls(self, is_on: bool) -> None:
+        pass
 
     end_sending = shut_down = close = lambda self: None
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peer, int], None]:
+def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Waits for a frame, so often."""
 
-    def run(peer: Peer, times: int) -> None:
+    def run(peer: Peer, times: int, *, few_calls: bool = False) -> None:
         monkeypatch.setattr(block_socket, "MONOTONIC", peer.clock)
         frames = FrameSocket(peer, spins=True)
+        frames.make_few_calls(few_calls)
         for _ in range(times):
             assert frames.wait()
             frames._take(1)
@@ -62,17 +63,43 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peer, int], None]:
     return run
 
 
-def test_answers_that_come_soon_are_looked_for(waits: Callable[[Peer, int], None]) -> None:
+def test_answers_that_come_soon_are_looked_for(waits: Callable[..., None]) -> None:
     peer = Peer(answers_after=5)
     waits(peer, 100)
     assert (peer.num_sleeps, peer.num_looks) == (0, 500)
 
 
-def test_nobody_looks_for_what_does_not_come(waits: Callable[[Peer, int], None]) -> None:
+def test_nobody_looks_for_what_does_not_come(waits: Callable[..., None]) -> None:
     peer = Peer(answers_after=1 << 30)
     waits(peer, 3)
     assert peer.num_sleeps == 3
     assert peer.num_looks < 3 * 30
+
+
+def test_nobody_looks_where_calls_are_to_be_few(waits: Callable[..., None]) -> None:
+    peer = Peer(answers_after=5)
+    waits(peer, 3, few_calls=True)
+    assert (peer.num_sleeps, peer.num_looks) == (3, 0)
+
+
+@pytest.mark.parametrize(("is_on", "pieces"), [(False, [256 << 10] * 8), (True, [2 << 20])])
+def test_where_calls_are_to_be_few_a_read_over_tcp_goes_out_in_one(is_on: bool, pieces: list[int]) -> None:
+    class Taken(socket.socket):
+        """Takes all that it is given."""
+
+        def sendmsg(self, buffers: Sequence[memoryview], *ancillary: object) -> int:  # type: ignore[override]
+            sizes.append(sum(map(len, buffers)))
+            return sizes[-1]
+
+        def send(self, data: memoryview) -> int:  # type: ignore[override]
+            return self.sendmsg([data])
+
+    sizes: list[int] = []
+    frames = FrameSocket(PlainStream(Taken(socket.AF_INET)))
+    frames.make_few_calls(is_on)
+    frames._send([memoryview(bytes(256 << 10))] * 8, time.monotonic() + 10)
+    assert sizes == pieces
+    frames.close()
 
 
 @pytest.mark.parametrize("payload", [(), (memoryview(bytes(1000)),)])

@@ -110,7 +110,7 @@ class BlockSession:
                     waits = Waits() if tracing.is_on else None
                     is_let_in = pace.let_in(self._cut.wait)
                     turn = self._turns.begin(scope.tenant)
-                    self._connection.send_large_pieces(turn is not None)
+                    self._connection.make_few_calls(turn is not None)
                     if waits is not None:
                         waits.end()
                     try:

@@ -6,7 +6,7 @@ import gc
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +20,14 @@ from kvtier.identity.keys import StoreKey
 from kvtier.memory import memfd
 from kvtier.metrics import Metrics
 from kvtier.net.stream import PlainStream
-from kvtier.protocol.block import encode_head
+from kvtier.protocol.block import Verb, encode_head
 from kvtier.protocol.block_socket import FrameSocket
 from kvtier.protocol.groups import group
 from kvtier.testing.contract import make_key, make_payload, read_blocks
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.pool.local_transport import LocalTransport
 from kvtier.tiers.pool.shared_memory.link import MemoryLink
+from kvtier.tiers.pool.shared_memory.session import Request
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.service import Addresses
 from pool_contract import OverPool, run_states
@@ -234,6 +235,28 @@ def test_one_client_cannot_hold_all_memory(tmp_path: Path) -> None:
         assert read_blocks(tier, KEYS[:8], BLOCK_BYTES) == [PAYLOADS[i] for i in range(8)]  # over the socket
         memory.release(lease, deadline)
         assert memory.acquire(KEYS[:1], sizes[:1], deadline)[1] == 1
+
+
+def test_a_small_read_is_asked_for_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little the tenant may hold: each message waits for the pool's threads."""
+    limits = PoolLimits(max_held_bytes=32 * BLOCK_BYTES)
+    asked: list[int] = []
+    send = MemoryLink.send
+
+    def noting(self: MemoryLink, verb: Verb, fields: Mapping[str, object], num: int, deadline: float) -> Request:
+        if verb is Verb.ACQUIRE:
+            asked.append(num)
+        return send(self, verb, fields, num, deadline)
+
+    monkeypatch.setattr(MemoryLink, "send", noting)
+    listen = (f"unix:{tmp_path}/pool.sock",)
+    with running_pool(32 * MIB, listen=listen, limits=limits) as pool, local(pool.block[0]) as tier:
+        assert tier.write(items(range(8))) == [WriteStatus.STORED] * 8
+        assert read_blocks(tier, KEYS[:4], BLOCK_BYTES) == [PAYLOADS[i] for i in range(4)]
+        assert asked == [4]
+        asked.clear()
+        assert read_blocks(tier, KEYS[:8], BLOCK_BYTES) == [PAYLOADS[i] for i in range(8)]
+        assert asked == [4, 4], "an eighth of what it may hold"
 
 
 def mapped(tier: Tier) -> LocalTransport:

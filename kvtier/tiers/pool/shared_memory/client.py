@@ -27,6 +27,8 @@ _SHARE = 8
 holds two: one that is copied, and one that the pool prepares meanwhile."""
 _PART_BYTES = 64 << 20
 """Some milliseconds of copying."""
+_LEAST_FIRST_BYTES = 4 << 20
+"""A smaller first part saves less than its messages cost, most of all where the pool's threads wait for each other."""
 _PART_BLOCKS = 1024
 """Blocks in one message."""
 _MOST_LENT = 2
@@ -121,7 +123,8 @@ class PoolMemory:
     def _ranges(self, link: MemoryLink, sizes: Sequence[int], deadline: float) -> Iterator[tuple[int, int]]:
         """The parts of a batch. The first one is small, since nothing can be copied while the pool prepares it."""
         most = self._most_bytes(link, deadline)
-        for _, begun in islice(self._windows(sizes, most // _SHARE), 1):
+        first = min(most, max(most // _SHARE, _LEAST_FIRST_BYTES))
+        for _, begun in islice(self._windows(sizes, first), 1):
             yield 0, begun
             for start, stop in self._windows(sizes[begun:], most):
                 yield begun + start, begun + stop
