@@ -17,7 +17,7 @@ TCP_PIECE_BYTES = 256 << 10
 """Bytes that are sent at a time over TCP. The kernel copies what was just sent over the loopback while it is in the
 processor's cache: a fifth faster."""
 TCP_LARGE_PIECE_BYTES = 16 << 20
-"""Likewise where system calls are to be few. TCP counts SO_SNDTIMEO once for a call, however much is sent."""
+"""Bytes that are sent at a time over TCP where system calls are to be few. TCP counts SO_SNDTIMEO once for a call."""
 
 
 def piece(views: list[memoryview], start: int, room: int = SEND_PIECE_BYTES) -> list[memoryview]:

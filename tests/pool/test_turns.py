@@ -114,12 +114,18 @@ def late(clock: StillClock) -> FairTurns:
     return turns
 
 
+def in_debt(turns: FairTurns, spent_s: float) -> Waiting:
+    """A request of red's, which has had so much of the interpreter."""
+    turns.charge(RED, spent_s)
+    waiting = Waiting(turns)
+    until(lambda: len(turns._of[RED].waiting) == 1)
+    return waiting
+
+
 def test_who_has_had_more_than_its_share_waits_while_threads_are_late_and_others_do_not() -> None:
     clock = StillClock()
     turns = late(clock)
-    turns.charge(RED, 0.05)
-    waiting = Waiting(turns)
-    until(lambda: len(turns._of[RED].waiting) == 1)
+    waiting = in_debt(turns, 0.05)
     for _ in range(3):
         turns.end(begin(turns, BLUE))
     assert waiting.turn is None
@@ -131,9 +137,7 @@ def test_who_has_had_more_than_its_share_waits_while_threads_are_late_and_others
 def test_who_has_paid_and_has_nothing_running_waits_no_longer() -> None:
     clock = StillClock()
     turns = late(clock)
-    turns.charge(RED, 0.05)
-    waiting = Waiting(turns)
-    until(lambda: len(turns._of[RED].waiting) == 1)
+    waiting = in_debt(turns, 0.05)
     red = turns._of[RED]
     most_s = turns._most_s(red, red.waiting[0])
     clock.now_s += 0.05 / 0.25
@@ -144,9 +148,7 @@ def test_who_has_paid_and_has_nothing_running_waits_no_longer() -> None:
 def test_no_tenant_waits_long_for_what_it_has_had_and_none_while_threads_are_in_time() -> None:
     clock = StillClock()
     turns = late(clock)
-    turns.charge(RED, 100.0)
-    waiting = Waiting(turns)
-    until(lambda: len(turns._of[RED].waiting) == 1)
+    waiting = in_debt(turns, 100.0)
     clock.now_s += 0.5
     turns.end(waiting.begun())
     turns.charge(RED, 100.0)
