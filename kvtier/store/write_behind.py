@@ -8,7 +8,7 @@ from kvtier.identity.keys import StoreKey, TenantId, tenant_of
 from kvtier.store.metrics import StoreMetrics
 from kvtier.store.tier_calls import TierCalls
 from kvtier.store.write_queue import WriteQueue
-from kvtier.store.write_workers import WriteWorkers
+from kvtier.store.write_workers import WriteParts, WriteWorkers, in_one_part
 from kvtier.tiers.base import Status
 from kvtier.tiers.common.admission_gate import AdmissionGate
 from kvtier.tiers.common.write_policy import UseCounts, WritePolicy
@@ -35,6 +35,8 @@ class WriteBehindSettings:
     acknowledged is behind from there on; any other gets no more than that. All tenants together have twice as much at
     most, and each may have as much as is free (`FairRoom`). Too small: writers are refused, or bursts kept in memory
     only. Too large: memory has room for little else while the tier catches up."""
+    parts: WriteParts = in_one_part
+    """When the blocks of a batch are written, and how many in a call of the tier. Called by the writers' threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class WriteBehind:
         """Guarded by the queue's lock."""
         self._num_before_drain = 0
         """Guarded by the queue's lock."""
-        self._writers = WriteWorkers(memory, tier, metrics, self._waiting)
+        self._writers = WriteWorkers(memory, tier, metrics, self._waiting, settings.parts)
 
     def start(self) -> None:
         """Starts the writers. Once."""

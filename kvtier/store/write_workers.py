@@ -2,14 +2,16 @@
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 
 from kvtier.identity.keys import StoreKey
+from kvtier.memory.buffers import ReadableBuffer
 from kvtier.store.metrics import StoreMetrics
 from kvtier.store.tier_calls import TierCalls
 from kvtier.store.write_queue import TAKEN, WriteQueue
-from kvtier.tiers.base import WriteStatus
+from kvtier.tiers.base import Item, WriteStatus
 from kvtier.tiers.common.lent_memory import LentMemory
 from kvtier.tiers.host.pins import ReadPin
 from kvtier.tiers.host.tier import HostTier
@@ -30,6 +32,14 @@ _RESULTS = {
     WriteStatus.FAILED: "failed",
 }
 _Answers = Mapping[StoreKey, WriteStatus]
+_Items = Sequence[Item[ReadableBuffer]]
+WriteParts = Callable[[_Items], Generator[_Items, None, None]]
+"""Gives the blocks of a batch in parts, each when it may be written; a part is done when the next one is asked for."""
+
+
+def in_one_part(items: _Items) -> Generator[_Items, None, None]:
+    """All blocks, at once."""
+    yield items
 
 
 class WriteWorkers:
@@ -41,12 +51,14 @@ class WriteWorkers:
         tier: TierCalls,
         metrics: StoreMetrics,
         waiting: WriteQueue,
+        parts: WriteParts,
     ) -> None:
         """Owns nothing but the threads, which `start` starts."""
         self._memory = memory
         self._tier = tier
         self._metrics = metrics
         self._waiting = waiting
+        self._parts = parts
         self._threads = [
             threading.Thread(target=self._run, name=f"kvtier-write-{tier.name}-{i}", daemon=True)
             for i in range(_NUM_THREADS)
@@ -76,7 +88,7 @@ class WriteWorkers:
             try:
                 # With the checksums of their writers: what was changed since is a miss to its readers there.
                 items = [(key, lease.view, lease.checksum) for key, lease in leases.items()]
-                answers = dict(zip(leases, self._tier.write(items, lent), strict=True)) if items else {}
+                answers = dict(zip(leases, self._write(items, lent), strict=True)) if items else {}
             except Exception:
                 # The tier promises not to raise; if it does, blocks must not stay pinned for ever.
                 _log.exception(
@@ -89,6 +101,10 @@ class WriteWorkers:
             self._finish(batch, answers)
             # A tier that hangs may still read what it was given: its room is not used again before that is over.
             lent.when_done(partial(self._memory.release, list(batch.values())))
+
+    def _write(self, items: _Items, lent: LentMemory) -> list[WriteStatus]:
+        with closing(self._parts(items)) as parts:
+            return [answer for part in parts for answer in self._tier.write(part, lent)]
 
     def _take(self) -> dict[StoreKey, ReadPin | None]:
         """The next few blocks to write; empty when closing and nothing is left."""

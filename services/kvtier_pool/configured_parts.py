@@ -18,6 +18,7 @@ from kvtier.store.event_hub import EventHub
 from kvtier.store.metrics import StoreMetrics
 from kvtier.store.retention import RetentionLimits
 from kvtier.store.store import Store
+from kvtier.store.write_workers import WriteParts
 from kvtier.tiers.common.shares import Share
 from kvtier.traces.recorder import TraceRecorder
 from kvtier_pool.audit import AuditLog, require_writable
@@ -31,18 +32,21 @@ def open_store(
     hub: EventHub,
     registry: CollectorRegistry,
     *,
-    shared: bool,
     recorder: TraceRecorder | None,
+    parts: WriteParts,
 ) -> Store:
-    """The tiers as one, not started yet; the caller closes it. Raises as `open_lower_tiers` does."""
+    """The tiers as one, not started yet; the caller closes it. Raises as `open_lower_tiers` does.
+
+    :param parts: when blocks are written down, and how many at a time.
+    """
     table, tier_metrics = config.pool_service, Metrics(registry)
     return Store(
         memory_bytes=int(table.memory_bytes),
         min_residency_s=table.min_residency_s,
-        below=open_lower_tiers(config, seals, hub, tier_metrics),
+        below=open_lower_tiers(config, seals, hub, tier_metrics, parts),
         hub=hub,
         metrics=StoreMetrics(registry),
-        shared=shared,
+        shared=shares_memory(table),
         pins=retention_limits(table, num_tenants=len(tenant_names(config))),
         tier_metrics=tier_metrics,
         recorder=recorder,

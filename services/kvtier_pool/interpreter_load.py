@@ -6,7 +6,7 @@ from kvtier.system.ticking_thread import TickingThread
 _TICK_S = 0.005
 _NUM_TICKS = 20
 """Ticks between two decisions."""
-_LATE_S = 0.001
+_LATE_S = 0.0003
 """Threads that wake up later than that on average wait for each other. A small number slows tenants that do no harm,
 a large one leaves the others waiting."""
 _LEAST_SHARE = 0.15
@@ -48,8 +48,9 @@ class InterpreterLoad:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread. Idempotent; allowed without `start`."""
+        """Ends the thread; the share is 1. Idempotent; allowed without `start`."""
         self._thread.stop()
+        self.share = 1.0
 
     def watch_until(self, until_s: float) -> None:
         """Looks from now on until then. 0.1 us."""

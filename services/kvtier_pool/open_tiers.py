@@ -13,6 +13,7 @@ from kvtier.metrics import Metrics
 from kvtier.store.event_hub import EventHub
 from kvtier.store.lower_tiers import LowerTier
 from kvtier.store.write_behind import WriteBehindSettings
+from kvtier.store.write_workers import WriteParts
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.disk.medium.direct_io import DirectIo
@@ -31,10 +32,13 @@ _REDIS_FAILURES, _REDIS_OPEN_S = 3, 2.0
 """Failures in a row after which a Redis is left alone, and for how long; then one call probes it."""
 
 
-def open_lower_tiers(config: Config, seals: StorageSeals, hub: EventHub, metrics: Metrics) -> list[LowerTier]:
+def open_lower_tiers(
+    config: Config, seals: StorageSeals, hub: EventHub, metrics: Metrics, parts: WriteParts
+) -> list[LowerTier]:
     """The tiers below memory, from the fastest to the slowest; the caller closes them.
 
     :param seals: the tenants whose blocks are sealed, as it is at each block.
+    :param parts: when blocks are written down, and how many at a time.
     :raises ConfigError: the disk folder cannot be used, the Redis address is none, its password cannot be read, or it
         cannot have its admission. A Redis that does not answer is no error: it misses until
         it does.
@@ -60,11 +64,11 @@ def open_lower_tiers(config: Config, seals: StorageSeals, hub: EventHub, metrics
             policy = WritePolicy(table.disk_write_policy)
             keeps = policy is WritePolicy.WRITE_THROUGH
             admission = tier_admission("disk_admission", table.disk_admission, int(table.disk_bytes))
-            below.append(LowerTier(disk, _settings(policy, table, keeps_acknowledged=keeps), admission))
+            below.append(LowerTier(disk, _settings(policy, table, parts, keeps_acknowledged=keeps), admission))
         if table.redis_url:  # empty: none, so that an environment can take it away
             redis = _redis_tier(table.redis_url, config, seals, metrics)
             undo.callback(redis.close)
-            settings = _settings(WritePolicy(table.redis_write_policy), table, keeps_acknowledged=False)
+            settings = _settings(WritePolicy(table.redis_write_policy), table, parts, keeps_acknowledged=False)
             admission = tier_admission("redis_admission", table.redis_admission, None)
             below.append(LowerTier(redis, settings, admission, redis.set_caps, redis.purge, redis.problem))
             threading.Thread(target=_ask_ahead, args=(redis,), name="kvtier-redis-ahead", daemon=True).start()
@@ -109,10 +113,13 @@ def redis_settings(config: Config, seals: StorageSeals) -> "RedisSettings":
     )
 
 
-def _settings(policy: WritePolicy, table: PoolServiceConfig, *, keeps_acknowledged: bool) -> WriteBehindSettings:
+def _settings(
+    policy: WritePolicy, table: PoolServiceConfig, parts: WriteParts, *, keeps_acknowledged: bool
+) -> WriteBehindSettings:
     return WriteBehindSettings(
         policy=policy,
         keeps_acknowledged=keeps_acknowledged,
         selective_uses=table.selective_uses,
         queue_bytes=int(table.memory_bytes * _WRITE_DOWN_SHARE),
+        parts=parts,
     )

@@ -104,7 +104,6 @@ class PoolService:
         metrics = PoolMetrics(registry)
         self.audit = audit_log_of(config, metrics)
         self._logins = logins = Logins(authenticator, self.audit, metrics)
-        is_shared = shares_memory(table)
         tenants = tenant_names(config)
         self._calls = calls = CallPlaces(table.num_threads, limits, tenants, metrics)
         connections = TenantPlaces("max_connections", table.max_connections, tenants, metrics)
@@ -112,14 +111,15 @@ class PoolService:
         hub = EventHub(max_streams=calls.num_streams, buffer=limits.event_buffer)
         self._storage_keys = StorageKeys(config)
         seals = self._storage_keys.seals
-        self._core = open_store(config, seals, hub, registry, shared=is_shared, recorder=self._recorder)
-        self._clients = self._shared_clients(metrics) if is_shared else None
+        self._turns = turns = FairTurns()
+        parts = turns.one_at_a_time.blocks
+        self._core = open_store(config, seals, hub, registry, recorder=self._recorder, parts=parts)
+        self._clients = self._shared_clients(metrics) if shares_memory(table) else None
         grpc_connections = TenantPlaces("max_connections", table.max_connections, tenants, metrics)
         callers = Callers(logins, GrpcConnections(grpc_connections))
         self._places = (calls, connections, grpc_connections)
         self._rates = rates = TenantRates(metrics)
         rates.set_tenants(tenants, config.tenants)
-        self._turns = turns = FairTurns()
         self._servicer = servicer = PoolServicer(self._core, callers, limits, metrics, calls, rates, turns)
         with ExitStack() as undo:
             undo.callback(self._core.close)

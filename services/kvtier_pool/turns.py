@@ -11,6 +11,7 @@ from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.system.interpreter_time import interpreter_s, note_spent
 from kvtier.system.short_lock import ShortLock
 from kvtier_pool.interpreter_load import InterpreterLoad
+from kvtier_pool.one_at_a_time import OneAtATime, Piece
 
 _AT_ONCE = 2
 """Requests of a tenant that are handled at a time. More: others wait longer for the interpreter's lock (measured: with
@@ -26,6 +27,8 @@ _MOST_OWED_S = 0.5
 _PART_KEYS = 256
 """Keys of a turn: about a millisecond, where there is a disk and a Redis. More: others wait as long, several times in
 a read. Fewer: the time between two turns counts for more, and so does each exchange with a Redis."""
+_LATE_PART_KEYS = 64
+"""Keys of a turn that is a piece of `OneAtATime`: others wait longest for what computes without a pause."""
 _SEVERAL_S = 1.0
 """How long after requests of two tenants there are turns. No turn: about 0.2 us a request."""
 
@@ -38,9 +41,13 @@ class Turn:
     until_s: float
     """When it does not count any more; set anew when it begins."""
     may_begin: "threading.Lock | None" = None
-    """Released when it begins; None: at once."""
+    """Released when it begins, or is to look again how long it waits; None: it began at once."""
+    looks_s: float = 0.0
+    """When it looks next whether it may begin, if nobody lets it."""
     began_s: float = 0.0
-    """`interpreter_s` of its thread when it began. That thread's only."""
+    """`interpreter_s` of its thread when it began. That thread's only, as what follows."""
+    piece: Piece | None = None
+    """What others wait for until its end; None: nobody does."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +62,8 @@ class _Turns:
 class FairTurns:
     """Lets two requests of each tenant be handled at a time, in the order in which they came, while several tenants
     ask; and while threads are late, none of a tenant that has had more than its share of the interpreter's time, and
-    one of a tenant that soon has (`InterpreterLoad`). Any thread.
+    one of all tenants that soon have, or whose requests wait for each other (`InterpreterLoad`, `OneAtATime`). Any
+    thread.
 
     Each connection and each call of gRPC has a thread, and threads compete for the interpreter's lock as equals:
     without turns, whoever has 60 connections has 60 parts of it. A tenant waits for its own requests alone, so no
@@ -67,6 +75,8 @@ class FairTurns:
         """`load.start` has it see how late threads are."""
         self._clock = clock
         self.load = InterpreterLoad(clock)
+        self.one_at_a_time = OneAtATime(self.load, clock)
+        """For requests of tenants that ask for more than they are given, and for other work that can wait."""
         self._last: TenantId | None = None
         """The tenant that has asked last. Written whole, by any thread: a lost change is made up for by the next."""
         self._several_until_s = float("-inf")
@@ -95,6 +105,8 @@ class FairTurns:
         """The request is over, or failed."""
         spent_s = interpreter_s() - turn.began_s
         note_spent(-spent_s)
+        self.one_at_a_time.end(turn.piece)
+        turn.piece = None
         with self._lock:
             self._charge(turn.tenant, spent_s)
             turns = self._of.get(turn.tenant)
@@ -114,11 +126,15 @@ class FairTurns:
         if turn is None:
             yield keys
             return
-        for start in range(0, max(1, len(keys)), _PART_KEYS):
-            if start:
-                self.end(turn)
-                self._wait(turn, self._clock())
-            yield keys[start : start + _PART_KEYS]
+        start = 0
+        while True:
+            end = start + (_PART_KEYS if turn.piece is None else _LATE_PART_KEYS)
+            yield keys[start:end]
+            if end >= len(keys):
+                return
+            start = end
+            self.end(turn)
+            self._wait(turn, self._clock())
 
     def charge(self, tenant: TenantId, spent_s: float) -> None:
         """Notes that the tenant has had so much of the interpreter's time: its next turns wait for it."""
@@ -158,23 +174,39 @@ class FairTurns:
         turn.until_s, turn.may_begin = now_s + self._turn_s, None
         with self._lock:
             turns = self._of.setdefault(turn.tenant, _Turns())
-            if not turns.waiting and len(turns.running) < self._at_once(turn.tenant, now_s):
+            at_once = self._at_once(turn.tenant, now_s)
+            can_wait = at_once < _AT_ONCE
+            if not turns.waiting and len(turns.running) < at_once:
                 turns.running.append(turn)
-                turn.began_s = interpreter_s()
-                return
-            may_begin = turn.may_begin = threading.Lock()
-            may_begin.acquire()
-            turns.waiting.append(turn)
-            most_s = self._most_s(turns, turn)
-        while not may_begin.acquire(timeout=most_s):
-            with self._lock:
-                self._let_begin(turns)
+            else:
+                can_wait = True  # its tenant has more to do than it is given: nobody notices one piece more
+                turn.may_begin = threading.Lock()
+                turn.may_begin.acquire()
+                turns.waiting.append(turn)
                 most_s = self._most_s(turns, turn)
+        while turn.may_begin is not None:
+            turn.may_begin.acquire(timeout=most_s)
+            with self._lock:
+                turn.looks_s = 0.0
+                self._let_begin(turns)
+                if turn not in turns.waiting:
+                    break
+                most_s = self._most_s(turns, turn)
+        if can_wait and (piece := self.one_at_a_time.begin()) is not None:
+            with self._lock:
+                turn.piece, turn.until_s = piece, self._clock() + self._turn_s
         turn.began_s = interpreter_s()
 
     def _most_s(self, turns: _Turns, turn: Turn) -> float:
-        """How long it takes at most until the turn may begin, or the tenant has paid. Caller holds the lock."""
+        """How long it takes at most until the turn may begin, or the tenant has paid: then it looks again. Caller holds
+        the lock."""
         now_s = self._clock()
+        most_s = self._until_it_may_begin_s(turns, turn, now_s)
+        turn.looks_s = now_s + most_s
+        return most_s
+
+    def _until_it_may_begin_s(self, turns: _Turns, turn: Turn, now_s: float) -> float:
+        """Caller holds the lock."""
         owed_s = self._paid_s.get(turn.tenant, 0.0) - now_s
         place = turns.waiting.index(turn) if turn in turns.waiting else 0
         if place:  # those before it begin first, and let it begin
@@ -205,5 +237,15 @@ class FairTurns:
             turn = turns.waiting.popleft()
             turn.until_s = now_s + self._turn_s
             turns.running.append(turn)
-            assert turn.may_begin is not None, "whoever waits has something to wait for"
-            turn.may_begin.release()
+            _wake(turn)
+        if turns.waiting and not turns.running:  # the next one waits for the end of turns that are over
+            turn = turns.waiting[0]
+            if turn.looks_s > self._paid_s.get(turn.tenant, 0.0):
+                _wake(turn)
+
+
+def _wake(turn: Turn) -> None:
+    """Caller holds the lock of its `FairTurns`."""
+    assert turn.may_begin is not None, "whoever waits has something to wait for"
+    if turn.may_begin.locked():
+        turn.may_begin.release()
