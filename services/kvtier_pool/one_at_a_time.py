@@ -11,10 +11,11 @@ from kvtier.system.short_lock import ShortLock
 from kvtier_pool.interpreter_load import InterpreterLoad
 
 _Item = TypeVar("_Item")
-_COUNTS_S = 0.03
+_COUNTS_S = 0.01
 """How long a piece keeps the next one waiting. A piece that takes longer waits for a disk or a network."""
 _PART_BLOCKS = 2
-"""Blocks that are written down in a piece. More: a request waits longer for its piece. Fewer: more calls of a tier."""
+"""Blocks that are written down in a piece that has not waited as long as one counts. More: a request waits longer for
+its piece. Fewer: more calls of a tier."""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,12 +72,17 @@ class OneAtATime:
             self._begin_next(piece)
 
     def blocks(self, items: Sequence[_Item]) -> Generator[Sequence[_Item], None, None]:
-        """The blocks to write down in parts, each of which is a piece of work until the next one is asked for: all of
-        them at once while threads are in time. The caller closes the generator."""
+        """The blocks to write down in parts, each of which is a piece of work until the next one is asked for. All of
+        them at once while threads are in time, or where the piece has waited for long: slow clients, each piece of
+        which counts for as long as any may, do not slow down what others have written.
+
+        The caller closes the generator."""
         start = 0
         while start < len(items):
+            asked_s = self._clock()
             piece = self.begin()
-            end = len(items) if piece is None else start + _PART_BLOCKS
+            is_small = piece is not None and self._clock() < asked_s + _COUNTS_S
+            end = start + _PART_BLOCKS if is_small else len(items)
             try:
                 yield items[start:end]
             finally:
