@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import pytest
+
 from clock_rig import StillClock
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier_pool.interpreter_load import InterpreterLoad
@@ -29,7 +31,7 @@ class Waiting:
     def __init__(self, turns: FairTurns) -> None:
         self.turn: Turn | None = None
         self._turns = turns
-        self._thread = threading.Thread(target=self._begin)
+        self._thread = threading.Thread(target=self._begin, daemon=True)
         self._thread.start()
 
     def _begin(self) -> None:
@@ -143,6 +145,26 @@ def test_who_has_paid_and_has_nothing_running_waits_no_longer() -> None:
     clock.now_s += 0.05 / 0.25
     turns.end(waiting.begun())
     assert round(most_s, 2) == 0.18, "what it owes, less its credit"
+
+
+def test_who_waits_for_a_request_that_has_cost_much_looks_again_when_that_is_paid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier_pool.turns._LATE_TURN_S", 3600.0)
+    clock = StillClock()
+    turns = late(clock)
+    turns.charge(RED, 0.003)
+    first = begin(turns)
+    second = Waiting(turns)
+    until(lambda: len(turns._of[RED].waiting) == 1)
+    waiting = turns._of[RED].waiting[0]
+    assert waiting.looks_s == clock.now_s + 3600.0, "when the first one counts no longer"
+    turns.charge(RED, 0.003)
+    turns.end(first)
+    until(lambda: waiting.looks_s == turns._paid_s[RED])
+    clock.now_s += 0.02
+    turns.end(second.begun())
+    assert not turns._of
 
 
 def test_no_tenant_waits_long_for_what_it_has_had_and_none_while_threads_are_in_time() -> None:
