@@ -49,7 +49,8 @@ class OneAtATime:
         self._waiting: deque[Piece] = deque()
 
     def begin(self) -> Piece | None:
-        """Waits until a piece of work may begin, which `end` ends. None: threads are in time, and nothing waits."""
+        """Waits until a piece of work may begin, which `end` ends. None: threads are in time, and it
+        need not wait."""
         if self._load.share == 1.0:
             return None
         piece = Piece()

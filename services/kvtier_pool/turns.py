@@ -175,11 +175,9 @@ class FairTurns:
         with self._lock:
             turns = self._of.setdefault(turn.tenant, _Turns())
             at_once = self._at_once(turn.tenant, now_s)
-            can_wait = at_once < _AT_ONCE
             if not turns.waiting and len(turns.running) < at_once:
                 turns.running.append(turn)
             else:
-                can_wait = True  # its tenant has more to do than it is given: nobody notices one piece more
                 turn.may_begin = threading.Lock()
                 turn.may_begin.acquire()
                 turns.waiting.append(turn)
@@ -192,7 +190,8 @@ class FairTurns:
                 if turn not in turns.waiting:
                     break
                 most_s = self._most_s(turns, turn)
-        if can_wait and (piece := self.one_at_a_time.begin()) is not None:
+        asks_for_much = turn.may_begin is not None or at_once < _AT_ONCE
+        if asks_for_much and (piece := self.one_at_a_time.begin()) is not None:
             with self._lock:
                 turn.piece, turn.until_s = piece, self._clock() + self._turn_s
         turn.began_s = interpreter_s()

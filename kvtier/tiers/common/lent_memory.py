@@ -7,11 +7,11 @@ from typing import Any
 
 
 class LentMemory:
-    """The buffers of one call, which the caller of a tier lends it until `when_done`. The caller need not wait for a
-    medium that hangs in the middle of the call.
+    """The buffers of a call, or of a batch in several calls, which the caller of a tier lends it until `when_done`. The
+    caller need not wait for a medium that hangs in the middle of a call.
 
-    It serves one call, then `when_done` or `wait` once, by the same thread. For a call without one, the tier makes its
-    own, and waits.
+    It serves those calls, then `when_done` or `wait` once, by the same thread. For a call without one, the tier makes
+    its own, and waits.
     """
 
     def __init__(self) -> None:
