@@ -17,8 +17,8 @@ from kvtier_bench.measuring.rounds import percentile, progress
 from kvtier_bench.processes.flood_means import BLOCK_BYTES, MEANS
 from kvtier_bench.processes.pool_process import PoolProcess, pool_of_tenants
 
-_PROCESS_BYTES = 100 << 20
-"""What a pool's process may take beside its memory."""
+_PROCESS_BYTES = 256 << 20
+"""What operators are told to leave a pool's process beside its memory (docs/deployment.md)."""
 _MOST_POINTS, _MOST_P99_RATIO = 2.0, 2.0
 """The bar: how many points of its hits blue may lose, and its 99th percentile beside the burners'."""
 BURNERS = "burners"
@@ -50,11 +50,12 @@ def bench_flood(
         raise KvtierError(f"no means {', '.join(sorted(unknown))}: there are {', '.join(MEANS)}")
     how = Flooding(memory_mib << 20, chosen, min(processes, len(chosen)), pause_ms / 1000)
     with working_folder() as folder, ExitStack() as stack:
-        pools, notes = _pools(folder, how, stack)
+        redis_pid, notes, pools = _pools(folder, how, stack)
         if apart:
             (others := folder / RED).mkdir()
-            pools = {**pools, RED: _pools(others, how, stack)[0][RED]}
-        rig = FloodRig(pools, how, stack)
+            redis_pid, notes, apart_pools = _pools(others, how, stack)
+            pools = {**pools, RED: apart_pools[RED]}
+        rig = FloodRig(pools, redis_pid, how, stack)
         with progress("pairs of rounds", 1 + rounds) as advance:
             rig.measure_quiet(seconds)
             advance()
@@ -72,20 +73,19 @@ def bench_flood(
     )
 
 
-def _pools(folder: Path, how: Flooding, stack: ExitStack) -> tuple[Mapping[str, PoolProcess], list[str]]:
-    """One pool as each tenant reaches it, and what is to be said of its tiers."""
-    settings, notes = _settings(folder, how.memory_bytes, stack)
-    return stack.enter_context(pool_of_tenants(folder, how.memory_bytes, settings, how.tenants())), notes
-
-
-def _settings(folder: Path, memory_bytes: int, stack: ExitStack) -> tuple[list[str], list[str]]:
-    """The pool's tiers below memory, and what is to be said of them."""
-    settings = [f'disk_dir = "{folder}/disk"', f"disk_bytes = {4 * memory_bytes}", "disk_reserve_bytes = 0"]
-    settings += [f"disk_segment_bytes = {max(1 << 20, memory_bytes // 64)}"]
+def _pools(folder: Path, how: Flooding, stack: ExitStack) -> tuple[int | None, list[str], Mapping[str, PoolProcess]]:
+    """The process of its Redis, if one is installed, what is to be said of its tiers, and one pool as each tenant
+    reaches it."""
+    settings = [f'disk_dir = "{folder}/disk"', f"disk_bytes = {4 * how.memory_bytes}", "disk_reserve_bytes = 0"]
+    settings += [f"disk_segment_bytes = {max(1 << 20, how.memory_bytes // 64)}"]
+    redis_pid, notes = None, []
     if (binary := redis_binary()) is None:
-        return settings, ["Without redis: no redis-server is installed."]
-    url, _ = stack.enter_context(redis_process(binary, folder, 2 * memory_bytes))
-    return [*settings, f'redis_url = "{url}"'], []
+        notes = ["Without redis: no redis-server is installed."]
+    else:
+        url, redis_pid = stack.enter_context(redis_process(binary, folder, 2 * how.memory_bytes))
+        settings += [f'redis_url = "{url}"']
+    pools = stack.enter_context(pool_of_tenants(folder, how.memory_bytes, settings, how.tenants()))
+    return redis_pid, notes, pools
 
 
 def _case(rig: FloodRig, path: str, aftermath: Aftermath) -> Case:
@@ -151,8 +151,8 @@ def _notes(rig: FloodRig, cases: Sequence[Case], aftermath: Aftermath) -> list[s
         ),
         _held(
             (after.num_sockets or 0) <= (before.num_sockets or 0) and num_red[1] >= num_red[0],
-            f"from after one flood to after all: sockets {before.num_sockets} to {after.num_sockets}, threads "
-            f"{before.num_threads} to {after.num_threads} (some of gRPC stay), "
+            f"from after one flood to after all: sockets that lead to no Redis {before.num_sockets} to "
+            f"{after.num_sockets}, threads {before.num_threads} to {after.num_threads} (some of gRPC stay), "
             f"places for red's connections {num_red[0]} to {num_red[1]}",
         ),
         _held(all(aftermath.served.values()), f"new clients are served: {dict(aftermath.served)}"),

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from kvtier.clock import MONOTONIC
@@ -96,7 +96,8 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Aftermath:
-    """The pool when all floods are over, beside what it was after the first."""
+    """The pool when all floods are over, beside what it was after the first. Its sockets are those that lead to no
+    Redis."""
 
     before: Vitals
     after: Vitals
@@ -109,13 +110,16 @@ class Aftermath:
 class FloodRig:
     """The tenants' processes. One thread."""
 
-    def __init__(self, pools: Mapping[str, PoolProcess], how: Flooding, stack: ExitStack) -> None:
+    def __init__(
+        self, pools: Mapping[str, PoolProcess], redis_pid: int | None, how: Flooding, stack: ExitStack
+    ) -> None:
         """Returns with blue's working set in place.
 
         :param pools: the pool of each tenant: of one process, or blue's and red's of one each.
+        :param redis_pid: the Redis of red's pool, which has no other client; None: there is none.
         :param stack: ends all processes.
         """
-        self.how, self._pools = how, pools
+        self.how, self._pools, self._redis_pid = how, pools, redis_pid
         self._pids = sorted({pool.pid for pool in pools.values()})
         self._clocks = [process_clock(pid) for pid in self._pids]
         paths = [SHM if pools[BLUE].shared_memory else "unix", "tcp"]
@@ -134,7 +138,7 @@ class FloodRig:
         self._warm_up()
         self._num_red_connections = num_connections(pools[RED])
         self._before = self._vitals()
-        """The pool after one flood: it keeps threads for gRPC, and connections to a Redis. See `measure_quiet`."""
+        """The pool after one flood: it keeps threads for gRPC. See `measure_quiet`."""
         self._quiet_share = 0.0
         """Processor seconds per second of the pool when only blue calls it."""
         self._burn_shares: list[float] = []
@@ -218,9 +222,13 @@ class FloodRig:
         return sum(clock() for clock in self._clocks)
 
     def _vitals(self) -> Vitals:
-        """What red's pool takes when all are at rest."""
+        """What red's pool takes when all are at rest. Its connections to the Redis, which stay, are not counted: the
+        Redis has a socket for each."""
         await_rest(self._pids)
-        return Vitals.of(self._pools[RED].pid)
+        vitals = Vitals.of(self._pools[RED].pid)
+        if self._redis_pid is None or vitals.num_sockets is None:
+            return vitals
+        return replace(vitals, num_sockets=vitals.num_sockets - (Vitals.of(self._redis_pid).num_sockets or 0))
 
 
 def dial(pool: PoolProcess) -> PoolConnection:
