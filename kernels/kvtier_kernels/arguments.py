@@ -146,7 +146,7 @@ def check_staging(staging: Tensor, num_parts: int, part_bytes: int, device: torc
 
 
 def _are_apart(rows: Tensor) -> bool:
-    """No two rows of `[num_parts, num_rows, part_bytes]` overlap, whichever of the first two is outside."""
+    """Whether no two rows of `[num_parts, num_rows, part_bytes]` overlap, whichever of the first two is outside."""
     extent = rows.size(2)
     for stride, size in sorted(zip(rows.stride()[:2], rows.shape[:2], strict=True)):
         if size > 1 and stride < extent:

@@ -41,7 +41,7 @@ class Tile:
     """How many iterations' keys and values are in flight."""
 
     def shared_bytes(self, columns: int, element_bytes: int) -> int:
-        """No less than what the compiler takes of the chip's shared memory, on any chip.
+        """Returns no less than what the compiler takes of the chip's shared memory, on any chip.
 
         The queries stay there, and keys and values of the iterations in flight. Matrix units that a thread waits for
         (`mma.sync`) leave the memory of an iteration free one iteration earlier than those that run on their own

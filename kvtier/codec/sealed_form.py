@@ -55,7 +55,7 @@ class StorageSeals:
 
 
 NO_SEALS = StorageSeals({})
-"""Nobody has keys."""
+"""The seals of a store whose tenants have no keys."""
 
 
 def seal(key: StoreKey, payload: _Buffer, checksum: int, codec: Codec, keys: SealingKeys) -> tuple[bytes, memoryview]:

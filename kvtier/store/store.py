@@ -256,7 +256,7 @@ class Store:
         return self._memory.open_slab(tenant, number, writer)
 
     def retire_writer(self, writer: int) -> None:
-        """Nobody will write to this writer's slabs in memory again; their blocks can be read until they are evicted."""
+        """Notes that this writer writes to its slabs in memory no more; their blocks can be read until an eviction."""
         self._memory.retire_writer(writer)
 
     @property

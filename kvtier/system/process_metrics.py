@@ -31,6 +31,6 @@ def build_info(registry: CollectorRegistry, **options: Any) -> None:
 
 
 def leave_out_creation_times() -> None:
-    """No series `_created` beside each counter from now on, which double what Prometheus keeps and answer nothing. At
-    the start of a process that is ours alone, as it is a setting of the library as a whole."""
+    """Leaves out the series `_created` of each counter, which double what Prometheus keeps and answer nothing. To
+    be called at the start of a process that is ours alone, as it is a setting of the library as a whole."""
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]

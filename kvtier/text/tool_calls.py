@@ -59,7 +59,7 @@ class CallReader:
         self._rest = ""
         """Text that is not told yet."""
         self._is_whole = False
-        """No more text comes."""
+        """Whether no more text comes."""
         self._json, self._num_scanned = _JsonEnd(), 0
         """The end of the present call's JSON, and how many characters of `_rest` it has seen."""
         self._opening = ""

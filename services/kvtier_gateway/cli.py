@@ -86,7 +86,7 @@ class _OnLoop:
         self._service, self._loop = service, loop
 
     def take(self, config: Config) -> None:
-        """As `GatewayService.take`. Files that the configuration names are read here, and not on the loop."""
+        """Takes a configuration as `GatewayService.take` does, but reads the files that it names off the loop."""
         require_usable(config)
 
         async def take() -> None:

@@ -148,7 +148,7 @@ class GatewayService:
         self._fleet.set(config.gateway)
 
     def note(self, event: str, **fields: str) -> None:
-        """Nobody but the log hears of it."""
+        """Tells the log of an event, and nobody else."""
 
     async def stop(self) -> None:
         """Takes no new requests, lets those that are running finish within the grace, cuts the rest, closes. Also after

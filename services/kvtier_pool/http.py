@@ -48,7 +48,7 @@ def _no_tenants(method: str, path: str, authorization: str | None, peer: str) ->
 
 
 def _nothing(peer: str, error: Exception) -> None:
-    """Nobody wants to know."""
+    """Tells nobody of the failure."""
 
 
 class StatusServer:

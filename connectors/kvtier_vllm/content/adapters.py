@@ -34,7 +34,7 @@ class AdapterSource:
 
 
 NO_SOURCE = AdapterSource((), is_3d=False)
-"""Nobody can tell which content the adapter has."""
+"""The source of an adapter whose content cannot be told."""
 
 
 @dataclass(slots=True)

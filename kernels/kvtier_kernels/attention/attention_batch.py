@@ -40,7 +40,7 @@ class AttentionBatch:
     scoring: Scoring = PLAIN
     """What becomes of scores before the softmax."""
     max_seq_len: int | None = None
-    """No sequence has more keys. Only a hint for how work is split, which costs time where it is wrong; what
+    """The most keys of a sequence. It is a hint for how work is split, and costs time where it is wrong; what
     `block_tables` has room for when None."""
     num_keys: int | None = None
     """Keys of all sequences together. Only a hint, likewise; all have as many when None."""

@@ -105,7 +105,7 @@ def _tier_figures(tier: TierFacts) -> dict[str, str]:
 
 
 def _path_table(paths: dict[str, PathFacts]) -> Table:
-    """Only rows that there is something for."""
+    """Returns a table of the rows that there is something for."""
     ops = list(dict.fromkeys(op for path in paths.values() for op in (*path.bytes_by_op, *path.calls_by_op)))
     with_calls = any(path.calls_by_op for path in paths.values())
     figures: dict[str, dict[str, str]] = {name: {} for name in paths}

@@ -84,7 +84,7 @@ class Mover:
         return self._saver.copying(batch_ids)
 
     def cancel_loads(self) -> None:
-        """No load writes to the device any more, except those that `is_at_device` counts. Does not wait for a tier.
+        """Cancels all loads but those that `is_at_device` counts: they write to the device no more. Waits for no tier.
 
         The directory hears of each as if it had cancelled it: what their tiers still bring is kept in the arena.
         """

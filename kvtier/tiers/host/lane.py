@@ -61,7 +61,7 @@ class Lane:
         return slab, place
 
     def free(self, slab: Slab, place: int) -> bool:
-        """Nobody holds this slot of one of its slabs any more. Whether it `may_yield` now."""
+        """Frees a slot of one of its slabs, which nobody holds any more. Returns whether it `may_yield` now."""
         slab.free(place)
         if slab.leaving:
             return False

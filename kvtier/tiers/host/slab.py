@@ -110,7 +110,7 @@ class Slab:
         return self._free.pop()
 
     def free(self, place: int) -> None:
-        """Nobody holds this place any more."""
+        """Frees a place that nobody holds any more."""
         self.entries[place] = None
         self._free.append(place)
 

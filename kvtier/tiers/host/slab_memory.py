@@ -91,7 +91,7 @@ class SlabMemory:
 
     @property
     def has_one_tenant(self) -> bool:
-        """Nobody has memory, or wants some, but one."""
+        """Whether one tenant alone has memory or wants some."""
         return len(self._tenants) == 1
 
     def others(self, tenant: TenantMemory) -> list[TenantMemory]:
@@ -183,7 +183,7 @@ class SlabMemory:
             tenant.note_room(tenant.lanes[slab.kind])
 
     def retire(self, slab: Slab, *, gone: bool) -> None:
-        """Nobody gets a slot of this slab again. `gone`: nor will its writer map it."""
+        """Gives out no slot of this slab again. `gone`: its writer does not map it again either."""
         self.tenant_of(slab).retire(slab)
         if gone:
             slab.writer = None
@@ -284,7 +284,7 @@ class SlabMemory:
         return growth
 
     def _free_slot(self, entry: Entry[StoreKey]) -> None:
-        """Nobody holds this entry's slot any more."""
+        """Frees the slot of an entry that nobody holds any more."""
         number, place = divmod(entry.slot, SLAB_STRIDE)
         slab = self._slabs.get(number)
         if slab is None:

@@ -227,7 +227,7 @@ class HostSlots:
         return len(found)
 
     def retire_writer(self, writer: int) -> None:
-        """Nobody will write to this writer's slabs again; blocks in them can be read until they are evicted."""
+        """Notes that this writer writes to its slabs no more. Blocks in them can be read until they are evicted."""
         with self.lock:
             self.memory.retire_writer(writer)
             dropped = self.memory.take_dropped()

@@ -85,7 +85,7 @@ class TenantMemory:
         return sum(lane.num_free for lane in self.lanes.values())
 
     def free(self, slab: Slab, place: int) -> None:
-        """Nobody holds this slot of one of its slabs any more."""
+        """Frees a slot of one of its slabs, which nobody holds any more."""
         if slab.retired:
             slab.free(place)
             self._dead_bytes += slab.kind.slot_bytes
@@ -107,7 +107,7 @@ class TenantMemory:
             self._roomy[lane] = None
 
     def retire(self, slab: Slab) -> None:
-        """No new block goes into this slab. Idempotent."""
+        """Keeps new blocks out of this slab. Idempotent."""
         if slab.retired:
             return
         lane = self.lanes[slab.kind]

@@ -22,8 +22,8 @@ def keys_of(slots: HostSlots, tenant: TenantId) -> Iterator[list[StoreKey]]:
 
 
 def retire_tenant(slots: HostSlots, tenant: TenantId) -> int:
-    """No slab of the tenant takes another block, and those without any go back to the system. Returns the bytes of all
-    others, which go with the last block that is in use there. O(slabs)."""
+    """Retires all slabs of the tenant: none takes another block, and those without any go back to the system. Returns
+    the bytes of all others, which go with the last block that is in use there. O(slabs)."""
     with slots.lock:
         for each in list(slots.memory.tenants(tenant)):
             for slab in list(each.slabs()):

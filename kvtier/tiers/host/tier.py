@@ -276,7 +276,7 @@ class HostTier:
             return self._holds.are_findable(pins)
 
     def retire_writer(self, writer: int) -> None:
-        """Nobody will write to this writer's slabs again: what is committed in them can be read until it is evicted.
+        """Notes that this writer writes to its slabs no more. What is committed in them can be read until an eviction.
 
         Commit or abort all its slots first. Allowed after `close`.
         """

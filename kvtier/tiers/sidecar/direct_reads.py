@@ -40,7 +40,7 @@ class Attaches(Protocol):
         """Gets ready for copies from there, which may take a while. False: they would be slow. `detach` it anyway."""
 
     def detach(self, memory: SlotMemory) -> None:
-        """No copy from there is under way, and none will come."""
+        """Notes that no copy from there is under way, and none will come."""
 
 
 class LeasedBlocks(NamedTuple):

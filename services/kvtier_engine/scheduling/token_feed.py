@@ -31,7 +31,7 @@ class TokenFeed:
             self._wake()
 
     def end(self, completion: Completion) -> None:
-        """No more tokens of this branch."""
+        """Ends the tokens of this branch."""
         with self._lock:
             self._ended.append(completion)
             waking, self._waking = self._waking, True

@@ -150,7 +150,7 @@ class Engine:
         return was_up
 
     def mark_unreachable(self) -> None:
-        """Nobody accepts connections there: it gets no requests until it answers a look. Requests that it has may
+        """Notes that it accepts no connections. It gets no requests until it answers a look. Requests that it has may
         still get their answers."""
         self.is_up, self.was_down = False, True
 

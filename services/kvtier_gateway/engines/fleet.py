@@ -49,7 +49,7 @@ class Fleet:
         """
         self._session, self._config, self._metrics = session, config, metrics
         self.engines: Sequence[Engine] = ()
-        """Those that are named. Another sequence whenever any of them has come or gone; none is ever changed."""
+        """The engines that are named. Another sequence whenever one has come or gone; no sequence is ever changed."""
         self._leaving: list[Engine] = []
         """Engines that are not named any more, and had requests when that was last looked at."""
         self.on_left: Callable[[Engine], None] = _nobody
@@ -233,7 +233,7 @@ def _tell_fence(engine: Engine) -> None:
 
 
 def _nobody(engine: Engine) -> None:
-    """Nobody wants to know."""
+    """Tells nobody of the engine."""
 
 
 def _models_in(page: bytes) -> dict[str, dict[str, Any]]:

@@ -62,7 +62,7 @@ class LoopLookup:
         self._has_answered = self._is_closed = False
         """Whether the connection has given any answer; whether `close` was called."""
         self._asked: deque[_Asked] = deque()
-        """In the order of their answers."""
+        """The lookups in the order of their answers."""
         self._num_keys = 0
         """The number of keys in `_asked`."""
         self._pause, self._failed = Pause(MONOTONIC), QuietLog(_log)

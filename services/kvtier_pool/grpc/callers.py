@@ -43,7 +43,7 @@ class Callers:
         return login
 
     def noting(self, serve: _Serve[_T]) -> _Serve[_T]:
-        """The same RPC, each of whose messages is noted as given to a call of its connection."""
+        """Returns an RPC that serves as `serve` does, and notes each message as given to a call of its connection."""
 
         def serve_noting(requests: Iterator[bytes], context: grpc.ServicerContext) -> _T:
             return serve(self._noted(requests, context.peer()), context)

@@ -31,7 +31,7 @@ class GatheredBytes:
         self._given: Counter[Ends] = Counter()
         """Bytes that messages have explained since the last look."""
         self._seen: dict[Ends, tuple[int, int]] = {}
-        """As of the last look: bytes that had come, and how many of them are gathered."""
+        """Bytes that had come at the last look, and how many of them were gathered."""
         self.is_much = False
         """Whether more was gathered, as of the last look, than clients that go about their work bring together."""
 

@@ -63,7 +63,7 @@ class Kind(enum.IntEnum):
     FORGET = 1
     """Copies of this key with a smaller epoch are not there, wherever they are written."""
     PURGE = 2
-    """No record of this tenant with a smaller epoch is there. The key is the tenant id, then zeros."""
+    """Records of this tenant with a smaller epoch are not there. The key is the tenant id, then zeros."""
 
 
 @dataclass(frozen=True, slots=True)

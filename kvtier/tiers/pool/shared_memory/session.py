@@ -109,7 +109,7 @@ class Session:
         return request.answer
 
     def abandon(self, request: Request, deadline: float) -> None:
-        """Nobody will ask for this answer: what it brings is given back, now or when it comes."""
+        """Gives back what this answer brings, now or when it comes: its caller asks for it no more."""
         with self._lock:
             request.is_abandoned = True
             is_answered = request.answer is not None
