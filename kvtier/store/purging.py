@@ -59,8 +59,11 @@ def purge(memory: HostTier, below: LowerTiers, tenant: TenantId, deadline: float
 
 
 def _left_bytes(memory: HostTier, below: LowerTiers, tenant: TenantId, deadline: float) -> int:
-    """Returns what the tenant has of memory and beside it once readers and writers have ended, or at the deadline."""
-    while (left_bytes := memory.retire_tenant(tenant) + below.private_bytes(tenant)) and MONOTONIC() < deadline:
+    """Returns what the tenant has of memory and beside it once readers and writers have ended, or at the deadline, or
+    when it has written more, which no waiting removes."""
+    while left_bytes := memory.retire_tenant(tenant) + below.private_bytes(tenant):
+        if memory.usage_of(tenant).num_blocks or MONOTONIC() >= deadline:
+            break
         time.sleep(_PAUSE_S)
     return left_bytes
 

@@ -4,18 +4,21 @@ import threading
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from kvtier.clock import MONOTONIC, Clock
+from kvtier.memory.buffers import ReadableBuffer
 from kvtier.system.short_lock import ShortLock
+from kvtier.tiers.base import Item
 from kvtier_pool.interpreter_load import InterpreterLoad
 
-_Item = TypeVar("_Item")
-_COUNTS_S = 0.01
-"""How long a piece keeps the next one waiting. A piece that takes longer waits for a disk or a network."""
-_PART_BLOCKS = 2
-"""Blocks that are written down in a piece that has not waited as long as one counts. More: a request waits longer for
-its piece. Fewer: more calls of a tier."""
+_COUNTS_S = 0.003
+"""How long a piece keeps the next one waiting. A piece that takes longer mostly waits for a disk or for its client.
+More: who lets the pool wait in each piece holds up others for as long. Less: more threads compute side by side."""
+_LONG_WAIT_S = 0.01
+"""A batch that has waited as long for a piece is written whole."""
+_PART_BYTES = 512 << 10
+"""Payload that is written down in a piece, or the block that exceeds it. More: a request waits longer for its piece.
+Less: more calls of a tier, by which it falls behind."""
 
 
 @dataclass(eq=False, slots=True)
@@ -29,9 +32,9 @@ class Piece:
 
 
 class OneAtATime:
-    """While threads are late, lets one piece of work begin when the one before it is done, in the order in which they
-    came. The work is that of tenants that ask for more than they are given (`FairTurns`), and all that is written down.
-    Any thread.
+    """While threads are late, lets one piece of work begin when the one before it is done. The work is that of tenants
+    that ask for more than they are given (`FairTurns`), and all that is written down. Each kind begins in the order in
+    which it came, and the two take turns, so what tenants ask keeps nobody's blocks from a disk. Any thread.
 
     A thread gives the interpreter up with each system call, and has it back before a thread that wakes up for it has
     reached a core. So a request waits for several steps of each thread that computes, and here there are few of them
@@ -46,22 +49,17 @@ class OneAtATime:
         self._lock = ShortLock()
         self._running: Piece | None = None
         """The piece that others wait for. Guarded by _lock, as what follows."""
-        self._waiting: deque[Piece] = deque()
+        self._requests: deque[Piece] = deque()
+        """The pieces that wait, the oldest first: few of each tenant, whose turns count meanwhile."""
+        self._writes: deque[Piece] = deque()
+        """The pieces of what is written down, likewise: one of each writer's thread at most."""
+        self._is_turn_of_writes = False
+        """Whether the next piece is one of `_writes`, if any waits."""
 
     def begin(self) -> Piece | None:
-        """Waits until a piece of work may begin, which `end` ends. None: threads are in time, and it
-        need not wait."""
-        if self._load.share == 1.0:
-            return None
-        piece = Piece()
-        piece.may_begin.acquire()
-        with self._lock:
-            self._waiting.append(piece)
-            most_s = self._begin_next(piece)
-        while not piece.may_begin.acquire(timeout=most_s):
-            with self._lock:
-                most_s = self._begin_next(piece)
-        return piece
+        """Waits until a piece of a request may begin, which `end` ends. None: threads are in time, and it need not
+        wait."""
+        return self._begin(self._requests)
 
     def end(self, piece: Piece | None) -> None:
         """The piece is done, or failed."""
@@ -70,34 +68,58 @@ class OneAtATime:
         with self._lock:
             if self._running is piece:
                 self._running = None
-            self._begin_next(piece)
+            self._begin_next()
 
-    def blocks(self, items: Sequence[_Item]) -> Generator[Sequence[_Item], None, None]:
+    def parts(self, items: Sequence[Item[ReadableBuffer]]) -> Generator[Sequence[Item[ReadableBuffer]], None, None]:
         """The blocks to write down in parts, each of which is a piece of work until the next one is asked for. All of
-        them at once while threads are in time, or where the piece has waited for long: slow clients, each piece of
-        which counts for as long as any may, do not slow down what others have written.
+        them at once while threads are in time, or where the piece has waited for long: a tier does not fall behind.
 
         The caller closes the generator."""
         start = 0
         while start < len(items):
             asked_s = self._clock()
-            piece = self.begin()
-            is_small = piece is not None and self._clock() < asked_s + _COUNTS_S
-            end = start + _PART_BLOCKS if is_small else len(items)
+            piece = self._begin(self._writes)
+            is_small = piece is not None and self._clock() < asked_s + _LONG_WAIT_S
+            end = _end_of_part(items, start) if is_small else len(items)
             try:
                 yield items[start:end]
             finally:
                 self.end(piece)
             start = end
 
-    def _begin_next(self, piece: Piece) -> float:
-        """Lets the next piece begin if it may. Returns how long it takes at most until `piece` may. Caller holds the
-        lock."""
+    def _begin(self, waiting: deque[Piece]) -> Piece | None:
+        """`begin` of a piece that waits among others of its kind."""
+        if self._load.share == 1.0:
+            return None
+        piece = Piece()
+        piece.may_begin.acquire()
+        with self._lock:
+            waiting.append(piece)
+            most_s = self._begin_next(piece, waiting)
+        while not piece.may_begin.acquire(timeout=most_s):
+            with self._lock:
+                most_s = self._begin_next(piece, waiting)
+        return piece
+
+    def _begin_next(self, piece: Piece | None = None, waiting: Sequence[Piece] = ()) -> float:
+        """Lets the next piece begin if it may. Returns how long it takes at most until `piece` may, which is one of
+        `waiting`. Caller holds the lock."""
         now_s = self._clock()
-        if self._waiting and (self._running is None or self._running.until_s <= now_s):
-            self._running = self._waiting.popleft()
+        if (self._requests or self._writes) and (self._running is None or self._running.until_s <= now_s):
+            are_writes = bool(self._writes) and (self._is_turn_of_writes or not self._requests)
+            self._running = (self._writes if are_writes else self._requests).popleft()
+            self._is_turn_of_writes = not are_writes
             self._running.until_s = now_s + _COUNTS_S
             self._running.may_begin.release()
-        if self._running is None or piece not in self._waiting:
+        if self._running is None or piece not in waiting:
             return 0.0
-        return max(0.0, self._running.until_s - now_s) + self._waiting.index(piece) * _COUNTS_S
+        return max(0.0, self._running.until_s - now_s) + (2 * waiting.index(piece) + 1) * _COUNTS_S
+
+
+def _end_of_part(items: Sequence[Item[ReadableBuffer]], start: int) -> int:
+    """Where the part ends that begins at `start`."""
+    end, nbytes = start, 0
+    while end < len(items) and nbytes < _PART_BYTES:
+        nbytes += len(items[end][1])
+        end += 1
+    return end

@@ -112,7 +112,7 @@ class PoolService:
         self._storage_keys = StorageKeys(config)
         seals = self._storage_keys.seals
         self._turns = turns = FairTurns()
-        parts = turns.one_at_a_time.blocks
+        parts = turns.one_at_a_time.parts
         self._core = open_store(config, seals, hub, registry, recorder=self._recorder, parts=parts)
         self._clients = self._shared_clients(metrics) if shares_memory(table) else None
         grpc_connections = TenantPlaces("max_connections", table.max_connections, tenants, metrics)

@@ -1,5 +1,6 @@
 """Turns of requests while several tenants ask: many connections buy a tenant no more of the processor."""
 
+import math
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ class Turn:
 
     tenant: TenantId
     until_s: float
-    """When it does not count any more; set anew when it begins."""
+    """When it does not count any more; set anew when it begins. Infinite while it waits for its piece."""
     may_begin: "threading.Lock | None" = None
     """Released when it begins, or is to look again how long it waits; None: it began at once."""
     looks_s: float = 0.0
@@ -191,9 +192,11 @@ class FairTurns:
                     break
                 most_s = self._most_s(turns, turn)
         asks_for_much = turn.may_begin is not None or at_once < _AT_ONCE
-        if asks_for_much and (piece := self.one_at_a_time.begin()) is not None:
+        if asks_for_much and self.load.share < 1.0:
+            turn.until_s = math.inf  # it counts while it waits for its piece, or more and more turns would wait for one
+            turn.piece = self.one_at_a_time.begin()
             with self._lock:
-                turn.piece, turn.until_s = piece, self._clock() + self._turn_s
+                turn.until_s = self._clock() + self._turn_s
         turn.began_s = interpreter_s()
 
     def _most_s(self, turns: _Turns, turn: Turn) -> float:
@@ -212,7 +215,9 @@ class FairTurns:
             return max(0.0, owed_s) + self._turn_s * (1 + place // max(1, self._at_once(turn.tenant, now_s)))
         if owed_s > 0:
             return owed_s
-        return max(0.0, turns.running[0].until_s - now_s) if turns.running else 0.0
+        if not turns.running:
+            return 0.0
+        return min(self._turn_s, max(0.0, turns.running[0].until_s - now_s))
 
     def _at_once(self, tenant: TenantId, now_s: float) -> int:
         """How many requests of the tenant may be handled at a time: while threads are late, one if it has used half of

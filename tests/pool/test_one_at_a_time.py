@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 
 from clock_rig import StillClock
+from kvtier.identity.keys import StoreKey
+from kvtier.testing.blocks import make_key, summed
 from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier_pool.interpreter_load import InterpreterLoad
 from kvtier_pool.one_at_a_time import OneAtATime, Piece
 from kvtier_pool.service import PoolService
 from pool_rig import RED, WAIT_S, connect, items, pool_config, until
+
+NBYTES = 256 << 10
 
 
 class Waiting:
@@ -22,10 +26,10 @@ class Waiting:
     def __init__(self, pieces: OneAtATime) -> None:
         self.piece: Piece | None = None
         self._pieces = pieces
-        num_waiting = len(pieces._waiting)
+        num_waiting = len(pieces._requests)
         self._thread = threading.Thread(target=self._begin, daemon=True)
         self._thread.start()
-        until(lambda: len(pieces._waiting) == num_waiting + 1)
+        until(lambda: len(pieces._requests) == num_waiting + 1)
 
     def _begin(self) -> None:
         self.piece = self._pieces.begin()
@@ -34,6 +38,28 @@ class Waiting:
         self._thread.join(WAIT_S)
         assert self.piece is not None
         return self.piece
+
+
+class Writing:
+    """A batch that a thread of its own writes down; `sizes` are the blocks of its parts."""
+
+    def __init__(self, pieces: OneAtATime, num_blocks: int, nbytes: int = NBYTES) -> None:
+        self.sizes: list[int] = []
+        self._parts = pieces.parts(blocks(num_blocks, nbytes))
+        self._thread = threading.Thread(target=self._write, daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        self.sizes.extend(len(part) for part in self._parts)
+
+    def written(self) -> list[int]:
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        return self.sizes
+
+
+def blocks(num: int, nbytes: int = NBYTES) -> list[tuple[StoreKey, bytes, int]]:
+    return [summed(make_key(f"block {i}"), bytes(nbytes)) for i in range(num)]
 
 
 @pytest.fixture
@@ -49,7 +75,8 @@ def pieces(clock: StillClock) -> Iterator[OneAtATime]:
     pieces = OneAtATime(load, clock)
     yield pieces
     assert pieces._running is None
-    assert not pieces._waiting
+    assert not pieces._requests
+    assert not pieces._writes
 
 
 def test_pieces_begin_one_after_the_other_in_their_order(pieces: OneAtATime) -> None:
@@ -66,7 +93,7 @@ def test_nothing_waits_while_threads_are_in_time(pieces: OneAtATime) -> None:
     pieces._load.share = 1.0
     assert [pieces.begin(), pieces.begin()] == [None, None]
     pieces.end(None)
-    assert [list(part) for part in pieces.blocks(range(5))] == [[0, 1, 2, 3, 4]]
+    assert Writing(pieces, 5).written() == [5]
 
 
 def test_a_piece_that_waits_for_a_disk_keeps_the_next_one_for_a_moment_only(
@@ -81,11 +108,10 @@ def test_a_piece_that_waits_for_a_disk_keeps_the_next_one_for_a_moment_only(
     pieces.end(last.begun())
 
 
-def test_blocks_are_written_two_at_a_time_and_others_begin_in_between(pieces: OneAtATime) -> None:
-    parts = pieces.blocks(range(5))
-    assert list(next(parts)) == [0, 1]
-    waiting = Waiting(pieces)
-    sizes = list[int]()
+def test_blocks_are_written_a_part_at_a_time_and_others_begin_in_between(pieces: OneAtATime) -> None:
+    parts = pieces.parts(blocks(5))
+    assert len(next(parts)) == 2
+    waiting, sizes = Waiting(pieces), list[int]()
     rest = threading.Thread(target=lambda: sizes.extend(len(part) for part in parts), daemon=True)
     rest.start()
     pieces.end(waiting.begun())
@@ -93,22 +119,38 @@ def test_blocks_are_written_two_at_a_time_and_others_begin_in_between(pieces: On
     assert sizes == [2, 1]
 
 
+@pytest.mark.parametrize(("nbytes", "sizes"), [(4 << 10, [16]), (200 << 10, [3] * 5 + [1]), (2 << 20, [1] * 16)])
+def test_a_part_has_as_many_blocks_as_are_large_together(pieces: OneAtATime, nbytes: int, sizes: list[int]) -> None:
+    """Each part costs a call of a tier, however small its blocks are."""
+    assert Writing(pieces, 16, nbytes).written() == sizes
+
+
+def test_whoever_asks_much_does_not_keep_blocks_from_a_disk(pieces: OneAtATime, clock: StillClock) -> None:
+    """One piece of what is written down begins for each request, however many requests wait."""
+    running = pieces.begin()
+    requests = [Waiting(pieces) for _ in range(4)]
+    writing = [Writing(pieces, 1) for _ in range(2)]
+    until(lambda: len(pieces._writes) == 2)
+    pieces.end(running)
+    for each in writing:
+        pieces.end(requests.pop(0).begun())
+        assert each.written() == [1]
+    for request in requests:
+        pieces.end(request.begun())
+
+
 def test_blocks_that_have_waited_for_long_are_written_at_once(pieces: OneAtATime, clock: StillClock) -> None:
-    """Whose clients keep each of its pieces for as long as they count does not slow down what is written."""
+    """Whoever lets each of its pieces count for as long as any may does not slow down what is written."""
     stuck = pieces.begin()
-    parts = pieces.blocks(range(5))
-    sizes = list[int]()
-    writer = threading.Thread(target=lambda: sizes.extend(len(part) for part in parts), daemon=True)
-    writer.start()
-    until(lambda: pieces._waiting)
+    writing = Writing(pieces, 5)
+    until(lambda: pieces._writes)
     clock.now_s += 0.01
-    writer.join(WAIT_S)
-    assert sizes == [5]
+    assert writing.written() == [5]
     pieces.end(stuck)
 
 
 def test_who_gives_up_in_the_middle_of_a_batch_keeps_nobody_waiting(pieces: OneAtATime) -> None:
-    parts = pieces.blocks(range(5))
+    parts = pieces.parts(blocks(5))
     next(parts)
     parts.close()
     pieces.end(pieces.begin())
@@ -136,13 +178,12 @@ def test_a_pool_writes_down_and_serves_who_asks_for_much_one_at_a_time(
         running.until_s += WAIT_S
         with closing(connect(addresses.block[0], "red")) as tier:
             assert tier.write(items(range(6))) == [WriteStatus.STORED] * 6
-            until(lambda: pieces._waiting)
+            until(lambda: pieces._writes)
             assert not sizes, "the writers wait"
-            turns.charge(RED, 0.003)
+            turns.charge(RED, 0.05)
             asked = threading.Thread(target=tier.write, args=(items([7]),), daemon=True)
-            num_waiting = len(pieces._waiting)
             asked.start()
-            until(lambda: len(pieces._waiting) == num_waiting + 1)
+            until(lambda: pieces._requests)
             pieces.end(running)
             asked.join(WAIT_S)
         assert not asked.is_alive()

@@ -191,6 +191,26 @@ def test_a_tenant_near_its_share_has_one_request_handled_at_a_time_while_threads
         turns.end(turn)
 
 
+def test_of_a_tenant_that_asks_much_one_request_at_a_time_waits_for_its_piece() -> None:
+    """However long that takes: whoever has many connections waits with them for its own requests, not with others."""
+    clock = StillClock()
+    turns = late(clock)
+    stuck = turns.one_at_a_time.begin()
+    assert stuck is not None
+    stuck.until_s += 1000 * WAIT_S
+    requests = list[Waiting]()
+    for num in range(3):
+        turns.charge(RED, 0.003)
+        requests.append(Waiting(turns))
+        until(lambda num=num: len(turns._of[RED].waiting) == num)  # type: ignore[misc]
+        until(lambda: len(turns.one_at_a_time._requests) == 1)
+        clock.now_s += 0.02
+    turns.one_at_a_time.end(stuck)
+    for request in requests:
+        turns.end(request.begun())
+    assert not turns._of
+
+
 def test_a_large_request_lets_others_begin_between_its_parts() -> None:
     turns = several(StillClock())
     large, other = begin(turns), begin(turns)

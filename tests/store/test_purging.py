@@ -1,17 +1,22 @@
 """Purges that cannot do all they should say so, leave others alone, and are finished by the next one."""
 
 import errno
+import itertools
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gated_files import GatedFiles
+from kvtier.store import purging
+from kvtier.store.purging import PurgeReport
 from kvtier.testing.blocks import make_key
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.disk.medium.files import OsFiles
-from pool_rig import BLUE, RED, CoreRig, core_rig, until
+from pool_rig import BLUE, RED, WAIT_S, CoreRig, core_rig, until
 
 NUM_BLOCKS = 20
 AGES_S = 3600.0
@@ -90,6 +95,32 @@ def test_a_purge_of_a_disk_that_hangs_says_so_and_the_next_one_finishes(tmp_path
         until(lambda: not rig.core.degraded())
         assert rig.core.purge(RED, AGES_S).problems == []
         assert (there(rig, RED), there(rig, BLUE)) == (0, NUM_BLOCKS)
+
+
+def test_a_purge_of_a_tenant_that_still_writes_says_so_and_is_over_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it would wait for readers of what it has removed."""
+    monkeypatch.setattr(purging, "_PATIENCE_S", AGES_S)
+    with core_rig(tmp_path / "disk") as rig:
+        fill(rig)
+        reports = list[PurgeReport]()
+        sweep, num_late = purging._sweep, itertools.count()
+
+        def sweep_too_early(*args: Any) -> int:
+            num_found = sweep(*args)
+            rig.store(("late", next(num_late)), tenant=RED)
+            return num_found
+
+        monkeypatch.setattr(purging, "_sweep", sweep_too_early)
+        asked = threading.Thread(target=lambda: reports.append(rig.core.purge(RED, AGES_S)), daemon=True)
+        asked.start()
+        asked.join(WAIT_S)
+        assert reports, "it waits"
+        assert reports[0].problems[-1].endswith("the tenant still writes")
+        assert (there(rig, RED), there(rig, BLUE)) == (0, NUM_BLOCKS)
+        monkeypatch.setattr(purging, "_sweep", sweep)
+        assert rig.core.purge(RED, AGES_S).problems == []
 
 
 def test_a_full_disk_is_purged(tmp_path: Path) -> None:
