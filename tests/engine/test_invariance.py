@@ -127,7 +127,7 @@ def test_a_place_in_the_tile_that_matters_is_refused(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(products.Tile, "linear", linear)
     with pytest.raises(ConfigError, match="batch_invariant"):
-        products._alike(torch.empty(8, 8))
+        products._alike(torch.empty(96, 80))
 
 
 @pytest.mark.parametrize("gelu", [False, True])
@@ -169,9 +169,9 @@ def test_a_row_that_is_left_over_is_not_computed_alone(monkeypatch: pytest.Monke
         return out, lse
 
     monkeypatch.setattr(attention_cpu_tiles, "_fused_attention", summed_otherwise)
-    assert attention_cpu_trial.rows_are_alike(3, 1, 16, torch.bfloat16)
+    assert attention_cpu_trial.rows_are_alike(6, 2, 16, torch.bfloat16)
     monkeypatch.setattr(attention_cpu_tiles, "_padding", lambda rows: 0)
-    assert not attention_cpu_trial.rows_are_alike(3, 1, 16, torch.bfloat16)
+    assert not attention_cpu_trial.rows_are_alike(6, 2, 16, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

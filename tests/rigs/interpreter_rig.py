@@ -90,11 +90,13 @@ def _honest_types(original: Any) -> Any:
 def _dot_in_float32(
     self: Any, lhs: TensorHandle, rhs: TensorHandle, addend: TensorHandle, _precision: Any, _max_imprecise: Any
 ) -> TensorHandle:
-    """Products of bfloat16 and float16 are exact in float32, and tensor cores sum in float32."""
+    """Products of bfloat16 and float16 are exact in float32, and tensor cores sum in float32, all rows in one order. In
+    numpy's products of matrices the order may depend on a row's place, so there is a product for each row."""
     wide = [
         bfloat16_to_float32(x.data) if x.dtype.scalar == tl.bfloat16 else x.data.astype(np.float32) for x in (lhs, rhs)
     ]
-    return TensorHandle(np.matmul(*wide) + addend.data, addend.dtype.scalar)
+    product = np.matmul(wide[0][..., None, :], wide[1][..., None, :, :])[..., 0, :]
+    return TensorHandle(product + addend.data, addend.dtype.scalar)
 
 
 def _refuse_overflow(_self: Any, lhs: Any, rhs: Any, operation: Any) -> None:

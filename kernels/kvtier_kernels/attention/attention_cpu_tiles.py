@@ -30,8 +30,10 @@ _MOST_KEYS_TOGETHER = 16_384
 _FLOAT32_ROWS = 64
 """Float32 rows are padded to a multiple of this."""
 SPLIT_ROWS = 32
-"""The library splits rows into runs of as many, or of multiples. A single row that is left over goes through products
-of a matrix with a vector, which sum in another order: it gets a row of padding beside it."""
+"""The library splits rows into runs of as many, or of multiples."""
+_LEAST_ROWS = 4
+"""Rows that are left over are padded to as many. A single one goes through products of a matrix with a vector, which
+sum in another order; on processors with AVX-512 but without AMX, so do up to three bfloat16 rows."""
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -207,7 +209,8 @@ def _padding(rows: Tensor) -> int:
     """The number of rows to add, so that how many there are does not matter."""
     if rows.dtype == torch.float32:
         return -rows.size(2) % _FLOAT32_ROWS
-    return int(rows.size(2) % SPLIT_ROWS == 1)
+    left_over = rows.size(2) % SPLIT_ROWS
+    return max(0, _LEAST_ROWS - left_over) if left_over else 0
 
 
 def _merge(seen: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
