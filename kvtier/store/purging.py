@@ -46,7 +46,7 @@ def purge(memory: HostTier, below: LowerTiers, tenant: TenantId, deadline: float
             report.removed[tier] = report.removed.get(tier, 0) + number
         if left_bytes := _left_bytes(memory, below, tenant, min(deadline, MONOTONIC() + _PATIENCE_S)):
             report.problems.append(f"{memory.name}: {left_bytes} bytes are being read or written")
-        if not any(removed.values()):
+        if not any(removed.values()) and not memory.usage_of(tenant).num_blocks:
             break
         if MONOTONIC() >= deadline:
             report.problems.append("the time was over before a look at all tiers had found nothing")

@@ -15,7 +15,8 @@ _COUNTS_S = 0.003
 """How long a piece keeps the next one waiting. A piece that takes longer mostly waits for a disk or for its client.
 More: who lets the pool wait in each piece holds up others for as long. Less: more threads compute side by side."""
 _LONG_WAIT_S = 0.01
-"""A batch that has waited as long for a piece is written whole."""
+"""The longest that a piece waits. It begins beside others then, and a batch is written whole: however many clients let
+the pool wait, nobody is kept for longer, and no tier falls behind."""
 _PART_BYTES = 512 << 10
 """Payload that is written down in a piece, or the block that exceeds it. More: a request waits longer for its piece.
 Less: more calls of a tier, by which it falls behind."""
@@ -57,8 +58,8 @@ class OneAtATime:
         """Whether the next piece is one of `_writes`, if any waits."""
 
     def begin(self) -> Piece | None:
-        """Waits until a piece of a request may begin, which `end` ends. None: threads are in time, and it need not
-        wait."""
+        """Waits until a piece of a request may begin, 10 ms at most; `end` ends it. None: threads are in time, and it
+        need not wait."""
         return self._begin(self._requests)
 
     def end(self, piece: Piece | None) -> None:
@@ -72,7 +73,7 @@ class OneAtATime:
 
     def parts(self, items: Sequence[Item[ReadableBuffer]]) -> Generator[Sequence[Item[ReadableBuffer]], None, None]:
         """The blocks to write down in parts, each of which is a piece of work until the next one is asked for. All of
-        them at once while threads are in time, or where the piece has waited for long: a tier does not fall behind.
+        them at once while threads are in time, and all that are left where the piece has waited for as long as any may.
 
         The caller closes the generator."""
         start = 0
@@ -91,19 +92,23 @@ class OneAtATime:
         """`begin` of a piece that waits among others of its kind."""
         if self._load.share == 1.0:
             return None
-        piece = Piece()
+        piece, until_s = Piece(), self._clock() + _LONG_WAIT_S
         piece.may_begin.acquire()
         with self._lock:
             waiting.append(piece)
-            most_s = self._begin_next(piece, waiting)
+            most_s = self._begin_next(piece, waiting, until_s)
         while not piece.may_begin.acquire(timeout=most_s):
             with self._lock:
-                most_s = self._begin_next(piece, waiting)
+                most_s = self._begin_next(piece, waiting, until_s)
+                if piece in waiting and most_s <= 0:
+                    waiting.remove(piece)
+                    break
         return piece
 
-    def _begin_next(self, piece: Piece | None = None, waiting: Sequence[Piece] = ()) -> float:
-        """Lets the next piece begin if it may. Returns how long it takes at most until `piece` may, which is one of
-        `waiting`. Caller holds the lock."""
+    def _begin_next(self, piece: Piece | None = None, waiting: Sequence[Piece] = (), until_s: float = 0.0) -> float:
+        """Lets the next piece begin if it may. Returns after how long `piece`, which is one of `waiting` until
+        `until_s`, is to look again: the first of them when the running one counts no longer, each later one a piece
+        later. Caller holds the lock."""
         now_s = self._clock()
         if (self._requests or self._writes) and (self._running is None or self._running.until_s <= now_s):
             are_writes = bool(self._writes) and (self._is_turn_of_writes or not self._requests)
@@ -113,7 +118,8 @@ class OneAtATime:
             self._running.may_begin.release()
         if self._running is None or piece not in waiting:
             return 0.0
-        return max(0.0, self._running.until_s - now_s) + (2 * waiting.index(piece) + 1) * _COUNTS_S
+        most_s = max(0.0, self._running.until_s - now_s) + waiting.index(piece) * _COUNTS_S
+        return max(0.0, min(most_s, until_s - now_s))
 
 
 def _end_of_part(items: Sequence[Item[ReadableBuffer]], start: int) -> int:

@@ -194,8 +194,9 @@ class FairTurns:
         asks_for_much = turn.may_begin is not None or at_once < _AT_ONCE
         if asks_for_much and self.load.share < 1.0:
             turn.until_s = math.inf  # it counts while it waits for its piece, or more and more turns would wait for one
-            turn.piece = self.one_at_a_time.begin()
-            with self._lock:
+            try:
+                turn.piece = self.one_at_a_time.begin()
+            finally:
                 turn.until_s = self._clock() + self._turn_s
         turn.began_s = interpreter_s()
 

@@ -100,7 +100,7 @@ def test_a_piece_that_waits_for_a_disk_keeps_the_next_one_for_a_moment_only(
     pieces: OneAtATime, clock: StillClock
 ) -> None:
     stuck, waiting, last = pieces.begin(), Waiting(pieces), Waiting(pieces)
-    clock.now_s += 0.01
+    clock.now_s += 0.003
     begun = waiting.begun()
     pieces.end(stuck)
     assert last.piece is None, "which the one that is stuck does not end"
@@ -137,6 +137,16 @@ def test_whoever_asks_much_does_not_keep_blocks_from_a_disk(pieces: OneAtATime, 
         assert each.written() == [1]
     for request in requests:
         pieces.end(request.begun())
+
+
+def test_no_number_of_pieces_that_are_stuck_keeps_another_one_for_long(pieces: OneAtATime, clock: StillClock) -> None:
+    stuck = [pieces.begin(), *(Waiting(pieces) for _ in range(20))]
+    writing = Writing(pieces, 5)
+    until(lambda: pieces._writes)
+    clock.now_s += 0.01
+    assert writing.written() == [5]
+    for each in stuck:
+        pieces.end(each.begun() if isinstance(each, Waiting) else each)
 
 
 def test_blocks_that_have_waited_for_long_are_written_at_once(pieces: OneAtATime, clock: StillClock) -> None:

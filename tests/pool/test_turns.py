@@ -191,8 +191,9 @@ def test_a_tenant_near_its_share_has_one_request_handled_at_a_time_while_threads
         turns.end(turn)
 
 
-def test_of_a_tenant_that_asks_much_one_request_at_a_time_waits_for_its_piece() -> None:
+def test_of_a_tenant_that_asks_much_one_request_at_a_time_waits_for_its_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long that takes: whoever has many connections waits with them for its own requests, not with others."""
+    monkeypatch.setattr("kvtier_pool.one_at_a_time._LONG_WAIT_S", 1000.0)
     clock = StillClock()
     turns = late(clock)
     stuck = turns.one_at_a_time.begin()
