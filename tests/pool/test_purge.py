@@ -79,7 +79,7 @@ def test_a_purge_that_was_cut_short_is_run_again(tmp_path: Path, redis: RedisSer
     path = tiers_of(tmp_path / "pool.toml", redis)
     with running(path) as pool:
         fill(pool, path)
-        until(lambda: in_redis(redis, RED) == 3 * NUM_BLOCKS)
+        until(lambda: in_redis(redis, RED) == in_redis(redis, BLUE) == 3 * NUM_BLOCKS)
         with redis.stopped():
             ended = purge(pool)
             assert ended.returncode == 1
