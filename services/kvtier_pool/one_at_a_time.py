@@ -96,30 +96,36 @@ class OneAtATime:
         piece.may_begin.acquire()
         with self._lock:
             waiting.append(piece)
-            most_s = self._begin_next(piece, waiting, until_s)
-        while not piece.may_begin.acquire(timeout=most_s):
+            self._begin_next()
+            looks_s = self._looks_s(piece, waiting, until_s)
+        while not piece.may_begin.acquire(timeout=looks_s):
             with self._lock:
-                most_s = self._begin_next(piece, waiting, until_s)
-                if piece in waiting and most_s <= 0:
+                self._begin_next()
+                looks_s = self._looks_s(piece, waiting, until_s)
+                if piece in waiting and self._clock() >= until_s:
                     waiting.remove(piece)
                     break
         return piece
 
-    def _begin_next(self, piece: Piece | None = None, waiting: Sequence[Piece] = (), until_s: float = 0.0) -> float:
-        """Lets the next piece begin if it may. Returns after how long `piece`, which is one of `waiting` until
-        `until_s`, is to look again: the first of them when the running one counts no longer, each later one a piece
-        later. Caller holds the lock."""
+    def _begin_next(self) -> None:
+        """Lets the next piece begin if it may. Caller holds the lock."""
         now_s = self._clock()
-        if (self._requests or self._writes) and (self._running is None or self._running.until_s <= now_s):
-            are_writes = bool(self._writes) and (self._is_turn_of_writes or not self._requests)
-            self._running = (self._writes if are_writes else self._requests).popleft()
-            self._is_turn_of_writes = not are_writes
-            self._running.until_s = now_s + _COUNTS_S
-            self._running.may_begin.release()
+        if not (self._requests or self._writes) or (self._running is not None and self._running.until_s > now_s):
+            return
+        are_writes = bool(self._writes) and (self._is_turn_of_writes or not self._requests)
+        self._running = (self._writes if are_writes else self._requests).popleft()
+        self._is_turn_of_writes = not are_writes
+        self._running.until_s = now_s + _COUNTS_S
+        self._running.may_begin.release()
+
+    def _looks_s(self, piece: Piece, waiting: Sequence[Piece], until_s: float) -> float:
+        """After how many seconds a piece that waits until `until_s` looks whether the next one may begin: the first one
+        when the running one counts no longer, each later one a piece later. Caller holds the lock."""
         if self._running is None or piece not in waiting:
             return 0.0
-        most_s = max(0.0, self._running.until_s - now_s) + waiting.index(piece) * _COUNTS_S
-        return max(0.0, min(most_s, until_s - now_s))
+        now_s = self._clock()
+        counts_s = max(0.0, self._running.until_s - now_s) + waiting.index(piece) * _COUNTS_S
+        return max(0.0, min(counts_s, until_s - now_s))
 
 
 def _end_of_part(items: Sequence[Item[ReadableBuffer]], start: int) -> int:
