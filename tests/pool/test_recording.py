@@ -107,10 +107,12 @@ def test_a_recording_is_bounded(pool: PoolProcess, tmp_path: Path, options: tupl
 
 
 def test_there_is_one_recording_at_a_time(pool: PoolProcess, tmp_path: Path) -> None:
-    with recording(pool, tmp_path / "pool.trace"):
+    with recording(pool, tmp_path / "pool.trace") as process:
         answer = asked(pool.process.pid, file=str(tmp_path / "other"), max_bytes=1 << 20, seconds=1)
         assert "somebody else" in str(answer["error"])
         assert not (tmp_path / "other").exists()
+        process.send_signal(signal.SIGINT)
+        end(process)
 
 
 @pytest.mark.parametrize(
