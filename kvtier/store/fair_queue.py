@@ -1,6 +1,5 @@
 """Blocks that wait for a tier, in a line for each tenant: lines are served in turns, so that none waits for another."""
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterable
 
@@ -52,12 +51,10 @@ class FairQueue:
         self._lines[tenant][key] = lease
         self._num_blocks += 1
 
-    def take(self, most: int, most_bytes: float = math.inf) -> dict[StoreKey, ReadPin]:
-        """Takes out the blocks whose turn it is, at most so many, until there are so many bytes; none only when there
-        are none."""
+    def take(self, most: int) -> dict[StoreKey, ReadPin]:
+        """Takes out the blocks whose turn it is, at most so many; none only when there are none."""
         batch: dict[StoreKey, ReadPin] = {}
-        nbytes = 0
-        while self._lines and len(batch) < most and nbytes < most_bytes:
+        while self._lines and len(batch) < most:
             tenant, line = next(iter(self._lines.items()))
             key, lease = next(iter(line.items()))
             cost_bytes = max(_LEAST_BYTES, len(lease.view))
@@ -67,7 +64,6 @@ class FairQueue:
             else:
                 self._left_bytes[tenant] -= cost_bytes
                 batch[key] = self.pop(key)
-                nbytes += len(lease.view)
         return batch
 
     def pop(self, key: StoreKey) -> ReadPin:

@@ -1,6 +1,5 @@
 """What memory has and one tier below has not got yet, and in which order it gets it. Bookkeeping only."""
 
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -166,10 +165,9 @@ class WriteQueue:
     def leave_out(self, key: StoreKey) -> None:
         self._left_out.add(key)
 
-    def take_queued(self, most: int, most_bytes: float = math.inf) -> dict[StoreKey, ReadPin | None]:
-        """Hands the queued blocks whose turn it is to a writer, with their leases: at most so many, until there are so
-        many bytes."""
-        batch: dict[StoreKey, ReadPin | None] = {**self._queued.take(most, most_bytes)}
+    def take_queued(self, most: int) -> dict[StoreKey, ReadPin | None]:
+        """Hands the queued blocks whose turn it is to a writer, with their leases."""
+        batch: dict[StoreKey, ReadPin | None] = {**self._queued.take(most)}
         self._num_batches += bool(batch)
         self._writing.update(batch)
         return batch

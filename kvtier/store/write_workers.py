@@ -17,12 +17,7 @@ from kvtier.tiers.host.pins import ReadPin
 from kvtier.tiers.host.tier import HostTier
 
 _log = logging.getLogger(__name__)
-_BATCH_BLOCKS = 64
-_BATCH_BYTES = 16 << 20
-"""Payload at which a batch is not made longer. More: more of memory is pinned for a batch, and its blocks have their
-answers later. Less: a tier is called more often for large blocks."""
-_UNSIZED_BLOCKS = 16
-"""Blocks of a batch whose sizes are known only when they are pinned."""
+_BATCH_BLOCKS = 16
 _NUM_THREADS = 2
 """Threads that write to each tier."""
 _WRITE_BACK_SHARE = 1 / 16
@@ -122,7 +117,7 @@ class WriteWorkers:
                 if not ready:
                     waiting.expect_success()
                 waiting.entered = False
-                if not waiting.is_turn_of_put_off and (batch := waiting.take_queued(_BATCH_BLOCKS, _BATCH_BYTES)):
+                if not waiting.is_turn_of_put_off and (batch := waiting.take_queued(_BATCH_BLOCKS)):
                     return batch
                 if waiting.closing and not waiting.more_to_write:
                     return {}
@@ -138,11 +133,11 @@ class WriteWorkers:
         with waiting.changed:
             due: list[StoreKey] = []
             if not waiting.is_turn_of_put_off:
-                due = waiting.take_owed(None if waiting.closing else cold, _UNSIZED_BLOCKS)
+                due = waiting.take_owed(None if waiting.closing else cold, _BATCH_BLOCKS)
             if not due and waiting.is_time_for_put_off:
-                due = waiting.take_put_off(_UNSIZED_BLOCKS)
+                due = waiting.take_put_off(_BATCH_BLOCKS)
             # A full batch may not be all there is, for this thread or another one.
-            waiting.entered = waiting.entered or len(due) == _UNSIZED_BLOCKS
+            waiting.entered = waiting.entered or len(due) == _BATCH_BLOCKS
         batch = dict(zip(due, self._memory.acquire(due, touch=False), strict=True))
         with waiting.changed:
             waiting.pin(batch)

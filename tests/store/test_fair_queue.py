@@ -73,19 +73,6 @@ class TestTurns:
         before = Counter(tenant_of(key) for key in _until(queue, blue))
         assert all(before[tenant] * cost(nbytes) <= _TURN_BYTES + cost(nbytes) for tenant in (RED, GREEN))
 
-    @given(st.lists(st.integers(1, _TURN_BYTES), min_size=1, max_size=40), st.integers(1, 16))
-    def test_a_batch_ends_at_the_block_that_makes_it_as_large_as_it_may_be(self, sizes: list[int], most: int) -> None:
-        queue = FairQueue()
-        lengths = {make_key(i, tenant=RED): nbytes for i, nbytes in enumerate(sizes)}
-        for key, nbytes in lengths.items():
-            queue.push(key, lease(nbytes))
-        batches = []
-        while batch := queue.take(most, _TURN_BYTES):
-            batches.append([lengths[key] for key in batch])
-        assert [nbytes for batch in batches for nbytes in batch] == sizes
-        assert all(len(batch) <= most and sum(batch[:-1]) < _TURN_BYTES for batch in batches)
-        assert all(len(batch) == most or sum(batch) >= _TURN_BYTES for batch in batches[:-1])
-
     def test_small_blocks_have_no_endless_turn(self) -> None:
         queue = FairQueue()
         for i in range(1000):
