@@ -39,7 +39,7 @@ USES = ROOT / "tools" / "metrics_uses.txt"
 """A line for each metric: its name, and what to do with it."""
 ENGINE_TIERS, POOL_TIERS = ("disk", "pool"), ("memory", "disk", "redis")
 OPEN = {
-    "op": "`lookup`, `read`, `write`, `discard`, and others of a disk",
+    "op": "`lookup`, `read`, `write`, `discard`, `probe`, and others of a disk",
     "tier": "names of tiers",
     "error": "`BreakerOpen`, `UnavailableError`, `UnauthenticatedError`, `TierProcess`, `ENOSPC`, `EIO`, `ETIMEDOUT`, "
     "other names of errors",

@@ -50,7 +50,8 @@ class PoolConfig(Section):
     breaker_failures: Count = 3
     """Failures in a row after which the pool is left alone for `breaker_open_s`."""
     breaker_open_s: Seconds = 2.0
-    """Time without calls until one probes the pool. Short probes a dead pool often, long misses its return."""
+    """Time between two probes of such a pool, for which no call waits. Short probes a dead pool often, long misses its
+    return."""
     write_policy: WritePolicyName = "write_through"
     """When blocks in host memory are copied to the pool. The other two make engines share later, or less."""
 

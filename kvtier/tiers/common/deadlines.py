@@ -1,6 +1,7 @@
 """Calls to a neighbour that may be slow or dead: a deadline over all batches, a breaker, counters, a log line."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -11,10 +12,11 @@ from kvtier.tiers.common.breaker import CircuitBreaker
 
 
 class RemoteCalls:
-    """What tiers over a network do around each call. Any thread; holds no lock.
+    """What tiers over a network do around each call. Any thread; no lock is held while the neighbour is asked.
 
     Failures are `KvtierError`s of the calls: counted in `io_errors` by exception (`BreakerOpen` for calls not
-    made), and logged when the breaker opens and closes.
+    made), and logged when the breaker opens and closes. While it is open, a thread of its own asks the neighbour for a
+    sign of life when a call comes and the time for it has come: no call waits for a neighbour that has failed.
     """
 
     def __init__(  # noqa: PLR0913 - what may be set, by keyword
@@ -27,6 +29,7 @@ class RemoteCalls:
         call_timeout_s: float,
         max_batch_bytes: int,
         max_batch_blocks: int,
+        probe: Callable[[], object],
         clock: Clock = MONOTONIC,
     ) -> None:
         """
@@ -34,6 +37,7 @@ class RemoteCalls:
         :param call_timeout_s: seconds for all batches of one call together.
         :param max_batch_bytes: payload bytes in one batch; a block larger than that is a batch of its own.
         :param max_batch_blocks: blocks in one batch.
+        :param probe: asks the neighbour for anything, by a deadline of its own; raises a `KvtierError` when it fails.
         """
         self._name, self._about = name, {"tier": name}
         self._metrics = metrics
@@ -43,6 +47,9 @@ class RemoteCalls:
         self._call_timeout_s = call_timeout_s
         self._max_batch_bytes = max_batch_bytes
         self._max_batch_blocks = max_batch_blocks
+        self._probe = probe
+        self._probing = threading.Lock()
+        """Held from the start of a probe to its end: there is one at a time."""
         self._clock = clock
 
     def in_batches(
@@ -65,11 +72,16 @@ class RemoteCalls:
             if not self.attempt(op, partial(ask_in_time, batch)):
                 return
 
-    def attempt(self, op: str, call: Callable[[], None]) -> bool:
+    def attempt(self, op: str, call: Callable[[], object]) -> bool:
         """Whether `call` came back with an answer; without, the neighbour failed or is left alone at the moment."""
-        if not self._breaker.allow():
+        if self._breaker.is_open:
             self._metrics.io_errors.labels(self._name, op, "BreakerOpen").inc()
+            self._begin_probe()
             return False
+        return self._made(op, call)
+
+    def _made(self, op: str, call: Callable[[], object]) -> bool:
+        """`attempt`, whatever the breaker says."""
         try:
             call()
         except KvtierError as error:
@@ -82,6 +94,24 @@ class RemoteCalls:
         if self._breaker.success():
             self._log.info("tier %s: answers again", self._name, extra=self._about)
         return True
+
+    def _begin_probe(self) -> None:
+        """Has a thread ask the neighbour whether it is back, if it is time and none does so already."""
+        if not self._probing.acquire(blocking=False):
+            return
+        try:
+            if self._breaker.allow():
+                threading.Thread(target=self._run_probe, name=f"kvtier-probe-{self._name}", daemon=True).start()
+                return
+        except RuntimeError as error:  # no thread is to be had: the next probe may have more luck
+            self._log.debug("tier %s: not probed: %s", self._name, error, extra=self._about)
+        self._probing.release()
+
+    def _run_probe(self) -> None:
+        try:
+            self._made("probe", self._probe)
+        finally:
+            self._probing.release()
 
     def _batches(self, sizes: Sequence[int]) -> Iterator[slice]:
         start = num_bytes = 0

@@ -16,6 +16,7 @@ from kvtier.memory.mapped_slab import MappedSlab
 from kvtier.memory.slab_layout import SharedSlab
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, read_blocks
+from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.per_tenant import PerTenant
 from kvtier.tiers.lease import Lease, LeasingTier, SlotRef
 from kvtier.tiers.pool.local_transport import LocalTransport
@@ -311,3 +312,13 @@ def test_a_loan_outlives_its_pool_and_its_tier(tmp_path: Path) -> None:
         assert [slab.has_ended for slab in slabs.values()] == [True]
         assert [slab.share(WAIT_S) for slab in slabs.values()] == [None]
     second.release()
+
+
+def test_a_pool_that_is_left_alone_is_asked_to_lend_nothing(address: str) -> None:
+    breaker = CircuitBreaker(1, 1000.0)
+    tier = connect(address, shared_memory=True, breaker=breaker)
+    with contextlib.closing(tier):
+        tier.write(items(range(4)))
+        assert tier.lease(KEYS[:4], BLOCK_BYTES, ALL) is not None
+        breaker.failure()
+        assert tier.lease(KEYS[:4], BLOCK_BYTES, ALL) is None
