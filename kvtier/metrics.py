@@ -30,7 +30,11 @@ _OF_NEIGHBOURS = [
 ]
 _KNOWN_ERRORS = {
     "disk": [("write", "ENOSPC"), ("write", "EIO"), ("read", "EIO"), ("any", "ETIMEDOUT")],
-    "pool": [*_OF_NEIGHBOURS, ("lookup", "TierProcess"), ("read", "TierProcess"), ("write", "TierProcess")],
+    "pool": [
+        *_OF_NEIGHBOURS,
+        *((op, "TierProcess") for op in ("lookup", "read", "write")),
+        *(("probe", error) for error in ("UnavailableError", "UnauthenticatedError")),
+    ],
     "redis": _OF_NEIGHBOURS,
 }
 """What is to be expected of a tier, by its name: operations, and the errors that they end with. There are others."""

@@ -22,7 +22,8 @@ class CircuitBreaker:
         if threshold < 1 or open_s <= 0:
             raise InvalidInputError(f"breaker with threshold {threshold} and open_s {open_s}: need >= 1 and > 0")
         self._threshold = threshold
-        self._open_s = open_s
+        self.open_s = open_s
+        """Seconds between probes. Not changed."""
         self._clock = clock
         self._lock = threading.Lock()
         self._failures = 0
@@ -32,7 +33,7 @@ class CircuitBreaker:
 
     def another(self) -> "CircuitBreaker":
         """A closed one with the same settings, for another neighbour."""
-        return CircuitBreaker(self._threshold, self._open_s, self._clock)
+        return CircuitBreaker(self._threshold, self.open_s, self._clock)
 
     @property
     def is_open(self) -> bool:
@@ -48,7 +49,7 @@ class CircuitBreaker:
             now = self._clock()
             if now < self._probe_at:
                 return False
-            self._probe_at = now + self._open_s
+            self._probe_at = now + self.open_s
             return True
 
     def success(self) -> bool:
@@ -65,5 +66,5 @@ class CircuitBreaker:
             was_open = self._probe_at is not None
             self._failures += 1
             if was_open or self._failures >= self._threshold:
-                self._probe_at = self._clock() + self._open_s
+                self._probe_at = self._clock() + self.open_s
             return not was_open and self._probe_at is not None

@@ -1,7 +1,6 @@
 """Calls to a neighbour that may be slow or dead: a deadline over all batches, a breaker, counters, a log line."""
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -9,14 +8,15 @@ from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import KvtierError, UnavailableError
 from kvtier.metrics import Metrics
 from kvtier.tiers.common.breaker import CircuitBreaker
+from kvtier.tiers.common.probes import Probes
 
 
 class RemoteCalls:
     """What tiers over a network do around each call. Any thread; no lock is held while the neighbour is asked.
 
     Failures are `KvtierError`s of the calls: counted in `io_errors` by exception (`BreakerOpen` for calls not
-    made), and logged when the breaker opens and closes. While it is open, a thread of its own asks the neighbour for a
-    sign of life when a call comes and the time for it has come: no call waits for a neighbour that has failed.
+    made), and logged when the breaker opens and closes. While it is open, `Probes` asks the neighbour for a sign of
+    life, and no call waits for it.
     """
 
     def __init__(  # noqa: PLR0913 - what may be set, by keyword
@@ -38,6 +38,7 @@ class RemoteCalls:
         :param max_batch_bytes: payload bytes in one batch; a block larger than that is a batch of its own.
         :param max_batch_blocks: blocks in one batch.
         :param probe: asks the neighbour for anything, by a deadline of its own; raises a `KvtierError` when it fails.
+            May be under way when `close` returns.
         """
         self._name, self._about = name, {"tier": name}
         self._metrics = metrics
@@ -48,8 +49,8 @@ class RemoteCalls:
         self._max_batch_bytes = max_batch_bytes
         self._max_batch_blocks = max_batch_blocks
         self._probe = probe
-        self._probing = threading.Lock()
-        """Held from the start of a probe to its end: there is one at a time."""
+        self._probes = Probes(name, breaker, self._shows_life)
+        self._closed = False
         self._clock = clock
 
     def in_batches(
@@ -72,16 +73,11 @@ class RemoteCalls:
             if not self.attempt(op, partial(ask_in_time, batch)):
                 return
 
-    def attempt(self, op: str, call: Callable[[], object]) -> bool:
+    def attempt(self, op: str, call: Callable[[], None]) -> bool:
         """Whether `call` came back with an answer; without, the neighbour failed or is left alone at the moment."""
-        if self._breaker.is_open:
+        if not self._probes.may_call():
             self._metrics.io_errors.labels(self._name, op, "BreakerOpen").inc()
-            self._begin_probe()
             return False
-        return self._made(op, call)
-
-    def _made(self, op: str, call: Callable[[], object]) -> bool:
-        """`attempt`, whatever the breaker says."""
         try:
             call()
         except KvtierError as error:
@@ -90,28 +86,27 @@ class RemoteCalls:
                 self._log.warning(
                     "tier %s: left alone for now, everything misses: %s", self._name, str(error), extra=self._about
                 )
+                self._probes.begin()
             return False
         if self._breaker.success():
             self._log.info("tier %s: answers again", self._name, extra=self._about)
         return True
 
-    def _begin_probe(self) -> None:
-        """Has a thread ask the neighbour whether it is back, if it is time and none does so already."""
-        if not self._probing.acquire(blocking=False):
-            return
-        try:
-            if self._breaker.allow():
-                threading.Thread(target=self._run_probe, name=f"kvtier-probe-{self._name}", daemon=True).start()
-                return
-        except RuntimeError as error:  # no thread is to be had: the next probe may have more luck
-            self._log.debug("tier %s: not probed: %s", self._name, error, extra=self._about)
-        self._probing.release()
+    def close(self) -> None:
+        """Ends the probes. Does not wait for one that is under way, which may fail from now on."""
+        self._closed = True
+        self._probes.close()
 
-    def _run_probe(self) -> None:
+    def _shows_life(self) -> bool:
         try:
-            self._made("probe", self._probe)
-        finally:
-            self._probing.release()
+            self._probe()
+        except Exception as error:
+            if not self._closed:
+                self._metrics.io_errors.labels(self._name, "probe", type(error).__name__).inc()
+                if not isinstance(error, KvtierError):
+                    self._log.exception("tier %s: a probe failed", self._name, extra=self._about)
+            return False
+        return True
 
     def _batches(self, sizes: Sequence[int]) -> Iterator[slice]:
         start = num_bytes = 0

@@ -27,8 +27,6 @@ _MAX_PIN_S = 10.0 * 365 * 86_400
 """The longest time of a pin that is asked for: more is the same to any pool, and has to fit into the message."""
 _NOT_OFFERED = "not_offered"
 _PIN_ANSWERS = (*(status.name.lower() for status in PinStatus), _NOT_OFFERED)
-_PROBE_S = 2.0
-"""How long a pool that is left alone may take to show that it is back. Longer: `close` waits for as long."""
 _LEND_SHARE = 0.5
 """The part of a call's time that `lease` may take: a pool that hangs is waited for again by the read that follows. A
 late answer ends the connection, and with it all maps."""
@@ -89,7 +87,7 @@ class PoolTier:
 
     No call takes longer than `call_timeout_s`, however many batches it is split into; what did not come in
     time is MISS or FAILED. After some failures in a row the pool is left alone: calls are answered MISS and
-    FAILED at once, until a probe succeeds, for which none of them waits. Failures are counted in `io_errors` by
+    FAILED at once, until it answers probes, for which none of them waits. Failures are counted in `io_errors` by
     exception (`BreakerOpen` for calls not made), and logged when the breaker opens and closes. Every block is
     verified against the key asked for; what does not hold is a MISS, and counted in `corrupt_blocks`.
 
@@ -135,7 +133,7 @@ class PoolTier:
             call_timeout_s=call_timeout_s,
             max_batch_bytes=max_batch_bytes,
             max_batch_blocks=max_batch_blocks,
-            probe=self._ask_for_sign_of_life,
+            probe=lambda: transport.usage(call_timeout_s),
             clock=clock,
         )
         self._pins = counted_pins(name, metrics)
@@ -281,14 +279,11 @@ class PoolTier:
 
     def close(self) -> None:
         """Waits for calls in flight, at most until their deadline, and closes the transport. Idempotent."""
+        self._calls.close()
         if self._guard.close():
             self._transport.close()
             if self._carriage is not None:
                 self._carriage.close()
-
-    def _ask_for_sign_of_life(self) -> None:
-        with self._guard:
-            self._transport.usage(min(_PROBE_S, self._call_timeout_s))
 
     def _discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
         counts: list[int] = []

@@ -139,10 +139,12 @@ class PoolLookup:
 
     def _ask(self, tenant: str, keys: Sequence[BlockKey], namespaces: Sequence[NamespaceId]) -> int | None:
         assert self._shared is not None
-        num_leading = len(keys)
+        num_leading, whose = len(keys), tenant_id(tenant)
+        may_be_left_alone = self._shared.is_left_alone(whose)
         for namespace in namespaces:
             num_leading = _num_hits(self._shared.tier.lookup(rank_keys(keys[:num_leading], namespace)))
-        return None if not num_leading and self._shared.is_left_alone(tenant_id(tenant)) else num_leading
+        may_be_left_alone = may_be_left_alone or self._shared.is_left_alone(whose)
+        return None if not num_leading and may_be_left_alone else num_leading
 
     def _done(self, asked: "asyncio.Future[int | None]") -> None:
         self._num_pending -= 1

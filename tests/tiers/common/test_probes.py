@@ -1,39 +1,43 @@
-"""What a neighbour that is left alone is asked, on a clock of the test."""
+"""What a neighbour that is left alone is asked."""
 
 import logging
 import threading
+from collections.abc import Iterator
 
 import pytest
 
-from clock_rig import StillClock
 from kvtier.errors import UnavailableError
 from kvtier.metrics import Metrics
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.deadlines import RemoteCalls
-from pool_rig import WAIT_S, until
+from pool_rig import WAIT_S, failed_calls, until
 
-OPEN_S = 10.0
+OPEN_S = 0.01
+THRESHOLD = 3
 
 
 class Neighbour:
-    """One that hangs while `answers` is clear, and fails while `fails`."""
+    """Answers calls, probes, both or nothing. A probe waits for `goes_on`."""
 
     def __init__(self) -> None:
-        self.fails, self.answers, self.num_probes = True, threading.Event(), 0
+        self.calls_fail, self.probes_fail = True, False
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.num_calls = self.num_probes = self.num_at_once = 0
 
     def call(self) -> None:
-        if self.fails:
+        self.num_calls += 1
+        if self.calls_fail:
             raise UnavailableError("nobody there")
 
     def probe(self) -> None:
         self.num_probes += 1
-        assert self.answers.wait(WAIT_S)
-        self.call()
-
-
-@pytest.fixture
-def clock() -> StillClock:
-    return StillClock()
+        self.num_at_once += 1
+        assert self.num_at_once == 1
+        assert self.goes_on.wait(WAIT_S)
+        self.num_at_once -= 1
+        if self.probes_fail:
+            raise UnavailableError("nobody there")
 
 
 @pytest.fixture
@@ -42,69 +46,126 @@ def neighbour() -> Neighbour:
 
 
 @pytest.fixture
-def calls(neighbour: Neighbour, clock: StillClock) -> RemoteCalls:
-    """Calls of a neighbour that has failed."""
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def calls(neighbour: Neighbour, metrics: Metrics) -> Iterator[RemoteCalls]:
     calls = RemoteCalls(
         "pool",
-        metrics=Metrics(),
-        breaker=CircuitBreaker(1, OPEN_S, clock),
+        metrics=metrics,
+        breaker=CircuitBreaker(THRESHOLD, OPEN_S),
         log=logging.getLogger("kvtier.tests"),
         call_timeout_s=WAIT_S,
         max_batch_bytes=1,
         max_batch_blocks=1,
         probe=neighbour.probe,
-        clock=clock,
     )
-    assert not calls.attempt("read", neighbour.call)
-    return calls
+    yield calls
+    neighbour.goes_on.set()
+    calls.close()
+    until(lambda: not probing_threads())
 
 
-def test_no_call_waits_for_a_neighbour_that_hangs_and_one_probe_does(
-    calls: RemoteCalls, neighbour: Neighbour, clock: StillClock
-) -> None:
-    assert not calls.attempt("read", neighbour.call)
-    assert neighbour.num_probes == 0
-    for _ in range(3):
-        clock.now_s += OPEN_S
+def probing_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kvtier-probe-pool"]
+
+
+def fail(calls: RemoteCalls, neighbour: Neighbour) -> None:
+    """The breaker opens."""
+    for _ in range(THRESHOLD):
         assert not calls.attempt("read", neighbour.call)
-        until(lambda: neighbour.num_probes)
-    assert neighbour.num_probes == 1
-    neighbour.fails = False
-    assert not calls.attempt("read", neighbour.call)
-    neighbour.answers.set()
+
+
+def test_no_call_waits_for_a_neighbour_that_hangs_and_one_probe_does(calls: RemoteCalls, neighbour: Neighbour) -> None:
+    neighbour.goes_on.clear()
+    fail(calls, neighbour)
+    until(lambda: neighbour.num_probes)
+    for _ in range(100):
+        assert not calls.attempt("read", neighbour.call)
+    assert (neighbour.num_calls, neighbour.num_probes) == (THRESHOLD, 1)
+    neighbour.goes_on.set()
+    neighbour.calls_fail = False
     until(lambda: calls.attempt("read", neighbour.call))
+    until(lambda: not probing_threads())
+    assert calls.attempt("read", neighbour.call)
 
 
-def test_a_probe_that_fails_is_followed_by_another_one(
-    calls: RemoteCalls, neighbour: Neighbour, clock: StillClock
+def test_the_first_call_after_a_return_is_made_though_nobody_called_meanwhile(
+    calls: RemoteCalls, neighbour: Neighbour
 ) -> None:
-    neighbour.answers.set()
-    for i in range(3):
-        clock.now_s += OPEN_S
-        until(lambda: calls.attempt("read", neighbour.call) or neighbour.num_probes > i)  # noqa: B023 - called here
-        assert neighbour.num_probes == i + 1
-    neighbour.fails = False
+    neighbour.probes_fail = True
+    fail(calls, neighbour)
+    until(lambda: neighbour.num_probes >= 3)
+    neighbour.calls_fail = neighbour.probes_fail = False
+    probes_so_far = neighbour.num_probes
+    until(lambda: neighbour.num_probes >= probes_so_far + 2)
+    assert calls.attempt("read", neighbour.call)
 
-    def answers() -> bool:
-        clock.now_s += OPEN_S
-        return calls.attempt("read", neighbour.call)
 
-    until(answers)
+def test_who_answers_probes_alone_is_called_once_for_each(
+    calls: RemoteCalls, neighbour: Neighbour, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail(calls, neighbour)
+    for _ in range(20):
+        probes_so_far = neighbour.num_probes
+        until(lambda: neighbour.num_probes > probes_so_far)  # noqa: B023 - called here
+        for _ in range(10):
+            assert not calls.attempt("read", neighbour.call)
+    assert neighbour.num_calls - THRESHOLD <= neighbour.num_probes
+    assert len(caplog.records) == 1
+
+
+def test_a_neighbour_that_fails_again_is_probed_again(calls: RemoteCalls, neighbour: Neighbour) -> None:
+    for _ in range(5):
+        neighbour.calls_fail = True
+        fail(calls, neighbour)
+        neighbour.calls_fail = False
+        until(lambda: calls.attempt("read", neighbour.call))
+
+
+def test_probes_outlast_errors_that_nobody_expects(
+    calls: RemoteCalls, neighbour: Neighbour, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = iter([ValueError("a bug"), SystemExit()])
+
+    def probe() -> None:
+        for error in errors:
+            raise error
+        neighbour.probe()
+
+    monkeypatch.setattr(calls, "_probe", probe)
+    monkeypatch.setattr(threading, "excepthook", lambda told: None)
+    fail(calls, neighbour)
+    neighbour.calls_fail = False
+    until(lambda: calls.attempt("read", neighbour.call))
+    assert failed_calls(metrics, op="probe", error="ValueError") == 1
 
 
 def test_a_machine_without_threads_probes_later(
-    calls: RemoteCalls, neighbour: Neighbour, clock: StillClock, monkeypatch: pytest.MonkeyPatch
+    calls: RemoteCalls, neighbour: Neighbour, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    neighbour.answers.set()
-    neighbour.fails = False
-    clock.now_s += OPEN_S
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
+        fail(calls, neighbour)
         assert not calls.attempt("read", neighbour.call)
-    assert neighbour.num_probes == 0
-    clock.now_s += OPEN_S
+    assert not neighbour.num_probes
+    neighbour.calls_fail = False
     until(lambda: calls.attempt("read", neighbour.call))
-    assert neighbour.num_probes == 1
+
+
+def test_a_closed_tier_probes_nothing(calls: RemoteCalls, neighbour: Neighbour, metrics: Metrics) -> None:
+    neighbour.goes_on.clear()
+    neighbour.probes_fail = True
+    fail(calls, neighbour)
+    until(lambda: neighbour.num_probes)
+    calls.close()
+    neighbour.goes_on.set()
+    until(lambda: not probing_threads())
+    assert not calls.attempt("read", neighbour.call)
+    assert not probing_threads()
+    assert failed_calls(metrics, op="probe", error="UnavailableError") == 0
