@@ -8,7 +8,7 @@ from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import KvtierError, UnavailableError
 from kvtier.metrics import Metrics
 from kvtier.tiers.common.breaker import CircuitBreaker
-from kvtier.tiers.common.probes import Probes
+from kvtier.tiers.common.probes import Admission, Probes
 
 
 class RemoteCalls:
@@ -75,9 +75,22 @@ class RemoteCalls:
 
     def attempt(self, op: str, call: Callable[[], None]) -> bool:
         """Whether `call` came back with an answer; without, the neighbour failed or is left alone at the moment."""
-        if not self._probes.may_call():
+        admission = self._probes.admit()
+        if admission is Admission.NONE:
             self._metrics.io_errors.labels(self._name, op, "BreakerOpen").inc()
             return False
+        try:
+            return self._made(op, call)
+        finally:
+            if admission is Admission.TRIAL:
+                self._probes.end_trial()
+
+    def close(self) -> None:
+        """Ends the probes. Does not wait for one that is under way, which may fail from now on."""
+        self._closed = True
+        self._probes.close()
+
+    def _made(self, op: str, call: Callable[[], None]) -> bool:
         try:
             call()
         except KvtierError as error:
@@ -91,11 +104,6 @@ class RemoteCalls:
         if self._breaker.success():
             self._log.info("tier %s: answers again", self._name, extra=self._about)
         return True
-
-    def close(self) -> None:
-        """Ends the probes. Does not wait for one that is under way, which may fail from now on."""
-        self._closed = True
-        self._probes.close()
 
     def _shows_life(self) -> bool:
         try:

@@ -2,7 +2,9 @@
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -115,6 +117,29 @@ def test_who_answers_probes_alone_is_called_once_for_each(
             assert not calls.attempt("read", neighbour.call)
     assert neighbour.num_calls - THRESHOLD <= neighbour.num_probes
     assert len(caplog.records) == 1
+
+
+def test_one_call_at_a_time_tries_a_neighbour_that_answers_probes(calls: RemoteCalls, neighbour: Neighbour) -> None:
+    entered, may_end = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        entered.set()
+        assert may_end.wait(WAIT_S)
+        raise UnavailableError("late")
+
+    fail(calls, neighbour)
+    with ThreadPoolExecutor(1) as other:
+        tries = other.submit(lambda: until(lambda: calls.attempt("read", hang) or entered.is_set()))
+        assert entered.wait(WAIT_S)
+        probes_so_far = neighbour.num_probes
+        time.sleep(10 * OPEN_S)
+        for _ in range(10):
+            assert not calls.attempt("read", neighbour.call)
+        assert (neighbour.num_calls, neighbour.num_probes) == (THRESHOLD, probes_so_far)
+        may_end.set()
+        tries.result()
+    neighbour.calls_fail = False
+    until(lambda: calls.attempt("read", neighbour.call))
 
 
 def test_a_neighbour_that_fails_again_is_probed_again(calls: RemoteCalls, neighbour: Neighbour) -> None:
