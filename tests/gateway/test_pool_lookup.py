@@ -6,7 +6,9 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,10 +17,12 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.config import parse_config
 from kvtier.identity.keys import BlockHasher, BlockKey, NamespaceId, PrefixHasher, StoreKey, rank_keys, tenant_id
+from kvtier.memory.pieces import Payload, Target
 from kvtier.net.certificates import TlsFiles
 from kvtier.net.tls import ClientTls
 from kvtier.testing.blocks import summed
 from kvtier.testing.faulty_link import FaultyLink, LinkFault
+from kvtier.tiers.base import Status, TierOf
 from kvtier.tiers.pool.access import PoolAccess, plain_calls
 from kvtier_gateway.keying.pool import PoolLookup
 from kvtier_gateway.metrics import GatewayMetrics
@@ -98,6 +102,17 @@ class Lookups:
             for status in ("hit", "miss")
         )
         return sum(value or 0.0 for value in values)
+
+
+class ComesBack:
+    """A tier that is left alone until a lookup has been answered without it."""
+
+    def __init__(self) -> None:
+        self.is_left_alone = True
+
+    def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
+        self.is_left_alone = False
+        return [Status.MISS] * len(keys)
 
 
 def run(body: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -199,6 +214,19 @@ def test_a_pool_that_dies_and_comes_back() -> None:
                 again.kill()
 
         run(body)
+        lookups.lookup.close()
+
+
+def test_a_pool_that_comes_back_during_a_lookup_that_it_was_not_asked_is_not_empty() -> None:
+    with pool_process() as pool:
+        lookups = Lookups(pool.block)
+        shared = lookups.lookup._shared
+        assert shared is not None
+        pool_tier = ComesBack()
+        lookups.lookup._shared = replace(
+            shared, tier=cast(TierOf[Payload, Target], pool_tier), is_left_alone=lambda tenant: pool_tier.is_left_alone
+        )
+        assert lookups.lookup._ask("red", KEYS["red"][:5], RANKS) is None
         lookups.lookup.close()
 
 

@@ -50,7 +50,6 @@ class RemoteCalls:
         self._max_batch_blocks = max_batch_blocks
         self._probe = probe
         self._probes = Probes(name, breaker, self._shows_life)
-        self._closed = False
         self._clock = clock
 
     def in_batches(
@@ -87,7 +86,6 @@ class RemoteCalls:
 
     def close(self) -> None:
         """Ends the probes. Does not wait for one that is under way, which may fail from now on."""
-        self._closed = True
         self._probes.close()
 
     def _made(self, op: str, call: Callable[[], None]) -> bool:
@@ -109,7 +107,7 @@ class RemoteCalls:
         try:
             self._probe()
         except Exception as error:
-            if not self._closed:
+            if not self._probes.is_closed:
                 self._metrics.io_errors.labels(self._name, "probe", type(error).__name__).inc()
                 if not isinstance(error, KvtierError):
                     self._log.exception("tier %s: a probe failed", self._name, extra=self._about)

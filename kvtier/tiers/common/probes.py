@@ -74,6 +74,11 @@ class Probes:
                 return
             self._thread = thread
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closing.is_set()
+
     def close(self) -> None:
         """Ends the thread, after the probe that it makes, if any. Does not wait for it."""
         self._closing.set()

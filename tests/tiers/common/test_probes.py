@@ -1,6 +1,7 @@
 """What a neighbour that is left alone is asked."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -181,6 +182,23 @@ def test_a_machine_without_threads_probes_later(
     assert not neighbour.num_probes
     neighbour.calls_fail = False
     until(lambda: calls.attempt("read", neighbour.call))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_process_that_is_forked_during_a_probe_probes_by_itself(calls: RemoteCalls, neighbour: Neighbour) -> None:
+    neighbour.goes_on.clear()
+    fail(calls, neighbour)
+    until(lambda: neighbour.num_probes)
+    if not (child := os.fork()):
+        code = 1
+        try:
+            neighbour.calls_fail, neighbour.num_at_once = False, 0
+            neighbour.goes_on.set()
+            until(lambda: calls.attempt("read", neighbour.call))
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_closed_tier_probes_nothing(calls: RemoteCalls, neighbour: Neighbour, metrics: Metrics) -> None:
