@@ -104,7 +104,7 @@ def test_a_cached_prefix_passes_who_came_before_it_by_as_long_as_computing_it_ta
         waited_s += 0.5
         rig.step()
         assert waited_s < 20, "the stranger starves"
-    # Two came each half second, of which one was served. Those of the first four seconds passed.
+    # Two requests came each half second, and one of them was served. The requests of the first four seconds passed.
     assert 8.0 <= waited_s <= 9.0
 
 

@@ -27,7 +27,7 @@ SOME = Resources("_kernel", "one", "64x64 w4 s2", True, 90, 128, 0, 1000, 2000, 
 
 ROOT = Path(__file__).parents[2]
 ALL = {int(chip) for chip in os.environ.get("KVTIER_TEST_ALL_KERNELS", "").split()}
-"""Chips of which all kernels are compiled: all three in `make soak-kernels`. Of others, those of `FEW`."""
+"""Chips of which all kernels are compiled: all three in `make soak-kernels`; of others `FEW` are compiled."""
 SHARES = [(chip, share) for chip in CHIPS for share in range(3 if chip in ALL else 1)]
 FEW = {
     80: "^prefix_prefill heads 32/8x128$|^linear 4096 to 6144$|^block_copy rows of 1,048,576$",

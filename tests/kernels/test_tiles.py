@@ -101,7 +101,7 @@ def test_nobody_waits_for_the_longest_sequence() -> None:
     splits, run_keys = decode_runs(num_programs=256, mean_keys=4093, max_keys=100_000, num_multiprocessors=chip)
     assert run_keys <= 256 * 4093 / chip / 4
     assert (splits - 1) * run_keys < 100_000 <= splits * run_keys
-    # Of many sequences, what is longer than others by little is not worth cutting.
+    # Where there are many sequences, one that is a little longer than others is not worth cutting.
     assert decode_runs(num_programs=2048, mean_keys=2000, max_keys=7000, num_multiprocessors=chip) == (1, 7757)
     assert decode_runs(num_programs=8, mean_keys=10, max_keys=10**6, num_multiprocessors=chip) == (MAX_SPLITS, 3907)
     assert decode_runs(num_programs=8, mean_keys=0, max_keys=0, num_multiprocessors=chip) == (1, 1)

@@ -150,7 +150,7 @@ def test_no_number_of_pieces_that_are_stuck_keeps_another_one_for_long(pieces: O
 
 
 def test_blocks_that_have_waited_for_long_are_written_at_once(pieces: OneAtATime, clock: StillClock) -> None:
-    """Whoever lets each of its pieces count for as long as any may does not slow down what is written."""
+    """A tenant that lets each of its pieces count for as long as any may does not slow down what is written."""
     stuck = pieces.begin()
     writing = Writing(pieces, 5)
     until(lambda: pieces._writes)

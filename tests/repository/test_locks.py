@@ -77,7 +77,7 @@ def test_extras_change_nothing_else() -> None:
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_no_index_is_named(name: str) -> None:
-    """Whoever builds has an index of their own; hashes hold wherever the files come from."""
+    """Each builder has an index of their own; hashes hold wherever the files come from."""
     text = LOCKS[name].read_text()
     assert not re.findall(r"//|\bindex-url\b|\bfind-links\b|\btrusted-host\b|@|\b[\w-]+\.(?:org|com|net|io)\b", text)
 

@@ -168,7 +168,7 @@ class Engine:
         for name, (buffer, slots) in self._on_device(tokens, salt).items():
             expected = made_up(name, seed, buffer, len(slots))
             there = slots > 0
-            # Of what is before a sliding window, nothing is kept.
+            # Nothing is kept of what is before a sliding window.
             num_needed = self.kit.shape.window_pages * self.kit.shape.page_size if name.startswith("swa") else 0
             assert there[-num_needed:].all(), f"{name}: {int((~there).sum())} of {len(there)} slots are not there"
             same = (bits(buffer[slots]) == bits(expected)).flatten(1).all(1)

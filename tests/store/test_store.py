@@ -143,7 +143,7 @@ def test_readers_of_one_cold_block_read_it_once(tmp_path: Path) -> None:
 
 
 def test_a_length_that_the_disk_does_not_have_takes_no_memory(tmp_path: Path) -> None:
-    """Whoever names one would have others' blocks evicted for it."""
+    """A client that names such a length would have others' blocks evicted for it."""
     with core_rig(tmp_path) as rig:
         rig.store("a")
         rig.core.drain(WAIT_S)

@@ -98,7 +98,7 @@ def test_engines_share_what_they_compute_and_the_gateway_knows_where_it_is(site:
             gateway.until_up(url)
         assert [gateway.engines()[url]["fenced"] for url in site.urls] == [False, False, True]
 
-        # Who names no tenant has left nothing behind; what the first engine computes of a tenant goes to the pool.
+        # A request without a tenant left nothing behind; what the first engine computes of a tenant goes to the pool.
         answer = gateway.ask("alice", **body)
         assert (token_ids(answer), cached(answer)) == (expected, 0)
         site.pool.await_written((len(make_prompts(1)[0]) + NUM_TOKENS - 1) // BLOCK)

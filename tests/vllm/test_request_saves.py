@@ -22,7 +22,7 @@ from kvtier_vllm.steps.step_plan import ComputedSpan, written_blocks
 GROUPS = KVGroups(3, 100, frozenset((0, 2)))
 """KV in the middle, states before and after it."""
 TABLES = ([0, 0, 9, 12], [1, 2, 3, 4], [0, 0, 19, 22])
-"""Device blocks of a request. Those of states say nothing: the third is at the end of the second block, say."""
+"""Device blocks of a request. Blocks of states say nothing: the third is at the end of the second block, say."""
 TOKENS = range(14)
 """Three blocks and a half."""
 ROOM = 50

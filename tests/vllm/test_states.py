@@ -38,7 +38,7 @@ SPARSE: dict[str, Any] = {"enable_prefix_caching": True, "dtype": "bfloat16"}
 """vLLM's default: states at the ends of prompts only. Its kernels for the CPU have them in bfloat16 alone."""
 DENSE: dict[str, Any] = SPARSE | {"prefix_cache_retention_interval": BLOCK}
 BLOCKWISE = {"max_num_batched_tokens": BLOCK}
-"""States are taken where chunks of a prompt end. Of one prompt at a time, these are the ends of its blocks."""
+"""States are taken where chunks of a prompt end. With one prompt at a time, these are the ends of its blocks."""
 
 
 class Computed(NamedTuple):

@@ -10,7 +10,7 @@ class CircuitBreaker:
     """Closed: everybody may call. After `threshold` failures in a row it opens: nobody may, except one
     probe every `open_s` seconds. The first success closes it.
 
-    Any thread; nothing blocks. Whoever was allowed reports `success` or `failure`; a probe that never
+    Any thread; nothing blocks. A caller that was allowed reports `success` or `failure`; a probe that never
     reports is replaced by the next one.
     """
 

@@ -81,7 +81,7 @@ def test_pages_are_quantised_and_restored(
     ours, theirs = pages(3, layout), pages(3, layout)
     shape = (3, 5, layout.record_bytes) if by_part else (5, 3 * layout.record_bytes)
     staging, expected = (random_bytes(*shape, seed=1) for _ in range(2))
-    # Of the last two pairs, a row and a block do not exist.
+    # The last two pairs name a row and a block that do not exist.
     rows = torch.tensor([1, 4, 0, 5, 2])
     for gather, block_ids in ((True, torch.tensor([8, 0, 3, 2, -1])), (False, torch.tensor([2, 3, 7, 1, 9]))):
         quantised_copy(

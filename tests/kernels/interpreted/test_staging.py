@@ -27,7 +27,7 @@ def pages(num_layers: int, part_bytes: int, seed: int = 0) -> tuple[Tensor, ...]
 @pytest.mark.parametrize("max_programs", [None, 1, 3])
 def test_layers_are_gathered_one_after_the_other(part_bytes: int, max_programs: int | None) -> None:
     ours, theirs = pages(5, part_bytes), pages(5, part_bytes)
-    # Of the last three pairs, a row, a block, and a row again do not exist.
+    # The last three pairs name a row, a block, and a row again that do not exist.
     rows = torch.tensor([1, 5, -1, 0, 6])
     # Rows with something between them, that must stay.
     memory, other = (random_bytes(5, 6, part_bytes + 16, seed=1) for _ in range(2))

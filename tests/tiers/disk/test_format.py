@@ -71,7 +71,7 @@ class TestFormat:
         assert well_formed(np.frombuffer(b"".join(headers), HEADER_DTYPE)).tolist() == [parses(h) for h in headers]
 
     def test_a_payload_that_looks_like_an_extent_is_none(self, tmp_path: Path) -> None:
-        """Whoever writes blocks knows everything of the format but the nonce."""
+        """A writer of blocks knows everything of the format but the nonce."""
         fake = disk_format.make_entries([encode_header(make_key("victim"), b"evil")], [9], [5], [Kind.RECORD])
         with opened(tmp_path / "disk") as tier:
             head = disk_format.pack_extent_head(SegmentId(1, TENANT, bytes(16)), 4, 2, fake)

@@ -103,7 +103,7 @@ def test_what_was_read_is_kept_and_what_was_looked_up_is_not(open_disk: Open) ->
 
 
 def test_the_start_of_a_prompt_is_there_as_long_as_the_end_that_was_missed(open_disk: Open) -> None:
-    """Whoever asks finds the start, and writes the end again: without the start, the end is worth nothing."""
+    """A reader finds the start, and writes the end again: without the start, the end is worth nothing."""
     tier = open_disk(MIB, segment_bytes=64 * KIB)
     start, end = make_key("start"), make_key("end")
     tier.write([block("start"), block("end")])

@@ -59,7 +59,7 @@ class Rank:
         with (
             mock.patch.object(kvtier_vllm.worker, "get_tp_group", return_value=_group(rank, num_ranks)),
             mock.patch.object(kvtier_vllm.worker, "get_pp_group", return_value=_group(0, 1)),
-            # Of weights and attention backends, of which there are none.
+            # There are no weights and no attention backends, which these two look at.
             mock.patch.object(kvtier_vllm.worker, "namespace_of", return_value=namespace),
             mock.patch.object(kvtier_vllm.worker, "weight_files", return_value=[]),
         ):
