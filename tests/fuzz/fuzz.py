@@ -29,6 +29,7 @@ from kvtier.errors import ConfigError
 _PULSE = re.compile(r"^#\d+\s+\w+\s+cov: (\d+) ft: (\d+) corp: (\d+)/", re.MULTILINE)
 _EXECUTED = re.compile(r"stat::number_of_executed_units:\s+(\d+)")
 _PEAK = re.compile(r"stat::peak_rss_mb:\s+(\d+)")
+_TOOK = re.compile(r"^Done \d+ runs? in (\d+) second", re.MULTILINE)
 _PROGRESS = re.compile(r"^#(\d+)\s", re.MULTILINE)
 _BOUNDS = ("-timeout=20", "-rss_limit_mb=1024", "-malloc_limit_mb=512")
 """The seconds that one input may take, and the memory of the process. More is a finding."""
@@ -58,8 +59,8 @@ class Report:
 def fuzz(name: str, seconds: float, corpus: Path, *, seed: int) -> tuple[Report, str]:
     """Runs one target, in rounds that share the corpus, until its time is over or something is found.
 
-    atheris itself keeps some memory of every execution, 1.7 KiB with `stored`: a process that went on for long would
-    come to the bound of its memory for that alone.
+    atheris itself keeps some memory of every execution, 1.7 KiB with `stored` and 8 with `segment`, where the same
+    inputs take none without it: a process that went on for long would come to the bound of its memory for that alone.
 
     :return: the report, and what the last process said.
     """
@@ -68,7 +69,8 @@ def fuzz(name: str, seconds: float, corpus: Path, *, seed: int) -> tuple[Report,
     while left_s > 0 and not report.findings:
         round_s = left_s if left_s < 1.5 * _ROUND_S else _ROUND_S
         said = _round(name, round_s, corpus, seed + number if seed else 0, report)
-        left_s -= round_s
+        took = _TOOK.findall(said)
+        left_s -= max(1.0, min(float(took[-1]), round_s)) if took else round_s
         number += 1
     return report, said
 
@@ -79,6 +81,7 @@ def _round(name: str, seconds: float, corpus: Path, seed: int, report: Report) -
     found.mkdir(parents=True, exist_ok=True)
     before = set(found.iterdir())
     options = [f"-max_total_time={max(1, round(seconds))}", f"-seed={seed}", f"-artifact_prefix={found}/"]
+    options.append(f"-runs={TARGETS[name].most_runs}")
     done = _child(name, corpus / name, [*options, "-print_final_stats=1", *_BOUNDS], seconds + _PATIENCE_S)
     report.findings = sorted(str(path) for path in set(found.iterdir()) - before)
     if done.returncode and not report.findings:

@@ -132,4 +132,10 @@ def _parsed(block: bytes) -> Header | None:
 
 
 CHUNKS = Target("chunks", "chunks of C-Blosc and planes, as the codecs unpack them", _chunk_seeds, _chunks)
-STORED = Target("stored", "stored forms of blocks, versions 1 and 2, all codecs, sealed or not", _stored_seeds, _stored)
+STORED = Target(
+    "stored",
+    "stored forms of blocks, versions 1 and 2, all codecs, sealed or not",
+    _stored_seeds,
+    _stored,
+    most_runs=250_000,
+)

@@ -214,7 +214,12 @@ def _tier(folder: Path) -> Iterator[DiskTier]:
 
 
 SEGMENT = Target(
-    "segment", "segments of a disk, as a start reads them, and reads of what it found", _seeds, _segment, 600
+    "segment",
+    "segments of a disk, as a start reads them, and reads of what it found",
+    _seeds,
+    _segment,
+    600,
+    most_runs=40_000,
 )
 DISK = Target(
     "disk", "a disk tier opened on such a segment: read, written, discarded, opened again", _seeds, _disk, 600

@@ -32,6 +32,9 @@ class Target:
     """What executes inputs, on one thread, with all that it needs."""
     max_bytes: int = 8192
     """The longest input that is made of the seeds."""
+    most_runs: int = -1
+    """Executions of one process, where atheris keeps so much memory of each that more would come to the bound; -1: as
+    many as it has time for."""
 
 
 KEY = make_key("golden")
