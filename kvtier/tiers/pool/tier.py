@@ -18,6 +18,7 @@ from kvtier.tiers.base import Item, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.deadlines import RemoteCalls
+from kvtier.tiers.common.health import Health
 from kvtier.tiers.lease import Lease
 from kvtier.tiers.pool.carriage import Carriage
 from kvtier.tiers.pool.carried import Incoming, Outgoing, sealed_items, sealed_targets
@@ -124,16 +125,14 @@ class PoolTier:
         self._name = name
         self._carriage = None if sealing is None else Carriage(sealing)
         self._clock = clock
-        self._breaker = breaker
+        self._health = Health(
+            name, metrics=metrics, breaker=breaker, log=_log, probe=lambda: transport.usage(call_timeout_s)
+        )
         self._calls = RemoteCalls(
-            name,
-            metrics=metrics,
-            breaker=breaker,
-            log=_log,
+            self._health,
             call_timeout_s=call_timeout_s,
             max_batch_bytes=max_batch_bytes,
             max_batch_blocks=max_batch_blocks,
-            probe=lambda: transport.usage(call_timeout_s),
             clock=clock,
         )
         self._pins = counted_pins(name, metrics)
@@ -149,7 +148,7 @@ class PoolTier:
     @property
     def is_left_alone(self) -> bool:
         """Whether the pool has failed of late and is not asked but for probes: others are answered MISS and FAILED."""
-        return self._breaker.is_open
+        return self._health.is_left_alone
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
         """Asks the pool for a status per key, in order; MISS where no answer came in time."""
@@ -194,7 +193,7 @@ class PoolTier:
         """Lends blocks in the pool's memory. None where the pool does not share its memory, while it fails, and of
         blocks that have to be opened."""
         self._require_own(keys)
-        if self._carriage is not None or self._breaker.is_open:
+        if self._carriage is not None or self._health.is_left_alone:
             return None
         with self._guard:
             timeout_s = _LEND_SHARE * self._call_timeout_s
@@ -279,7 +278,7 @@ class PoolTier:
 
     def close(self) -> None:
         """Waits for calls in flight, at most until their deadline, and closes the transport. Idempotent."""
-        self._calls.close()
+        self._health.close()
         if self._guard.close():
             self._transport.close()
             if self._carriage is not None:

@@ -7,7 +7,7 @@ caps, cap_script how much tenants may have: books in the servers, kept by whoeve
 settings         logins, deadlines and sizes                                          RedisSettings
 servers          one call to all servers that have its keys, each on its own thread
 exchange         one server's part of it, cut off at the deadline
-topology, health which server has which keys, and which is left alone at the moment
+topology         which server has which keys, and whether one that is left alone is back
 clients          redis-py's clients, which do the rest: connections, TLS, logins, Sentinel, the Cluster's map
 """
 

@@ -1,6 +1,7 @@
 """What the servers of a Redis say of themselves, for an operator. Unlike the tier, it raises what fails."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,10 +9,10 @@ from kvtier.clock import MONOTONIC
 from kvtier.errors import ConfigError, InvalidInputError, KvtierError
 from kvtier.metrics import Metrics
 from kvtier.tiers.common.breaker import CircuitBreaker
+from kvtier.tiers.common.health import Health
 from kvtier.tiers.redis.address import RedisAddress
 from kvtier.tiers.redis.clients import FAILURES, RedisClients
-from kvtier.tiers.redis.exchange import Conversation, Exchange
-from kvtier.tiers.redis.health import Health
+from kvtier.tiers.redis.exchange import Conversation
 from kvtier.tiers.redis.memory import REPORT, ServerMemory
 from kvtier.tiers.redis.sentinels import UnknownServiceError
 from kvtier.tiers.redis.settings import RedisSettings
@@ -47,7 +48,11 @@ def look_at(url: str, settings: RedisSettings, timeout_s: float) -> dict[str, Se
     address = RedisAddress.parse(url)
     clients = RedisClients(address, settings)
     breaker = CircuitBreaker(1, 1.0)
-    topology = Topology(address, clients, lambda name: Health("redis", name, Metrics(), breaker.another(), _log))
+
+    def health(name: str, probe: Callable[[], None]) -> Health:
+        return Health("redis", server=name, metrics=Metrics(), breaker=breaker.another(), log=_log, probe=probe)
+
+    topology = Topology(address, clients, health, timeout_s)
     found: dict[str, ServerLook | KvtierError] = {}
     try:
         for server in topology.servers(MONOTONIC() + timeout_s):
@@ -74,9 +79,7 @@ def _look(server: Server, timeout_s: float) -> ServerLook:
         about, cluster, now, *memory = answers
         return _parsed(_fields(about), _fields(cluster), now, ServerMemory.parse(memory), ping_s)
 
-    return Exchange(server.threads, server.client.connection_pool, work, server.in_cluster).result(
-        MONOTONIC() + timeout_s
-    )
+    return server.ask(work).result(MONOTONIC() + timeout_s)
 
 
 def _parsed(

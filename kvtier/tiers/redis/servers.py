@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from kvtier.clock import MONOTONIC
 from kvtier.tiers.redis.clients import FAILURES, RedisClients
-from kvtier.tiers.redis.exchange import Conversation, Exchange
+from kvtier.tiers.redis.exchange import Conversation
 from kvtier.tiers.redis.topology import Server, Topology
 
 T = TypeVar("T")
@@ -56,17 +56,21 @@ class Servers:
 
     def all(self, op: str, work: Callable[[Conversation], object], deadline: float) -> bool:
         """Has `work` done at every server. Whether all have answered."""
-        if not self._may_look_up(op):
-            return False
-        try:
-            servers = self._topology.servers(deadline)
-        except FAILURES as error:
-            self._topology.discovery.failed(op, self._clients.translated(error))
+        servers = self._looked_up(op, lambda: self._topology.servers(deadline))
+        if servers is None:
             return False
         return len(self._run(op, [(server, work) for server in servers], deadline)) == len(servers)
 
-    def _may_look_up(self, op: str) -> bool:
-        return self._topology.is_known or self._topology.discovery.allows(op)
+    def _looked_up(self, op: str, look: Callable[[], T]) -> T | None:
+        """What the topology says; None where it has to be found out first and is not."""
+        with ExitStack() as asking:
+            if not self._topology.is_known and not asking.enter_context(self._topology.discovery.asking(op)):
+                return None
+            try:
+                return look()
+            except FAILURES as error:
+                self._topology.discovery.failed(op, self._clients.translated(error))
+                return None
 
     def _grouped(
         self, op: str, names: Sequence[bytes], places: Sequence[int], deadline: float
@@ -74,12 +78,10 @@ class Servers:
         """The places by the server to ask, each in order; and those that no server has."""
         groups: dict[Server, list[int]] = {}
         orphans: list[int] = []
-        if not places or not self._may_look_up(op):
+        if not places:
             return groups, orphans
-        try:
-            owners = self._topology.owners([names[place] for place in places], deadline)
-        except FAILURES as error:
-            self._topology.discovery.failed(op, self._clients.translated(error))
+        owners = self._looked_up(op, lambda: self._topology.owners([names[place] for place in places], deadline))
+        if owners is None:
             return groups, orphans
         for place, owner in zip(places, owners, strict=True):
             (orphans if owner is None else groups.setdefault(owner, [])).append(place)
@@ -92,9 +94,9 @@ class Servers:
         answers: list[T] = []
         with ExitStack() as running:  # whatever is raised, nobody uses the caller's memory afterwards
             exchanges = [
-                (server, running.enter_context(closing(self._begun(server, work))))
+                (server, running.enter_context(closing(server.ask(work))))
                 for server, work in jobs
-                if server.health.allows(op)
+                if running.enter_context(server.health.asking(op))
             ]
             for server, exchange in exchanges:
                 try:
@@ -107,9 +109,6 @@ class Servers:
                     server.health.worked()
                     self.have_answered = True
         return answers
-
-    def _begun(self, server: Server, work: Callable[[Conversation], T]) -> Exchange[T]:
-        return Exchange(server.threads, server.client.connection_pool, work, server.in_cluster)
 
     def _in_batches(self, work: Work, places: list[int], sizes: Sequence[int], talk: Conversation) -> list[int]:
         return [place for batch in self._batches(places, sizes) for place in work(talk, batch)]

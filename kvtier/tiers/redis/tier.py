@@ -14,7 +14,7 @@ block.
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.call_guard import CallGuard
+from kvtier.tiers.common.health import Health
 from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.redis.address import RedisAddress
 from kvtier.tiers.redis.blocks import BlockFormat
@@ -35,7 +36,6 @@ from kvtier.tiers.redis.clients import RedisClients
 from kvtier.tiers.redis.commands import key_names
 from kvtier.tiers.redis.discards import Discards
 from kvtier.tiers.redis.exchange import Conversation
-from kvtier.tiers.redis.health import Health
 from kvtier.tiers.redis.memory import REPORT, ServerMemory, total
 from kvtier.tiers.redis.presence import presence
 from kvtier.tiers.redis.purge import TenantPurge
@@ -58,9 +58,9 @@ class RedisTier:
 
     No call takes longer than `call_timeout_s`, however many batches it is split into; what did not come in
     time is MISS or FAILED. After some failures in a row a server is left alone: its keys are answered MISS and
-    FAILED at once, until a probe succeeds; other nodes of a Cluster go on. Failures are counted in `io_errors` by
-    exception (`BreakerOpen` for servers not asked, `Moved` for values that a Cluster was moving, `ReadOnly` for blocks
-    that a replica refused), and logged when a server's breaker opens and closes.
+    FAILED at once, until it answers probes, for which no call waits; other nodes of a Cluster go on. Failures are
+    counted in `io_errors` by exception (`BreakerOpen` for servers not asked, `Moved` for values that a Cluster was
+    moving, `ReadOnly` for blocks that a replica refused), and logged when a server's breaker opens and closes.
     Every block is verified against the key asked for; what does not hold is a MISS, is counted in
     `corrupt_blocks` and dropped there.
 
@@ -86,9 +86,11 @@ class RedisTier:
         """
         self._address = RedisAddress.parse(url)
         self._clients = RedisClients(self._address, settings)
-        self._topology = Topology(
-            self._address, self._clients, lambda server: Health(name, server, metrics, breaker.another(), _log)
-        )
+
+        def health(server: str, probe: Callable[[], None]) -> Health:
+            return Health(name, server=server, metrics=metrics, breaker=breaker.another(), log=_log, probe=probe)
+
+        self._topology = Topology(self._address, self._clients, health, settings.call_timeout_s)
         self._servers = Servers(self._topology, self._clients, settings.max_batch_bytes)
         self._form = BlockFormat(
             BlockPacker(settings.codec, tier=name, metrics=metrics, seals=settings.seals),

@@ -1,20 +1,25 @@
-"""Which server has which keys: one has all, or a Cluster's map says, found out anew when it has changed."""
+"""Which server has which keys: one has all, or a Cluster's map says, found out anew when it has changed. Probes of
+servers that are left alone."""
 
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import redis
 from redis.cluster import ClusterNode, NodesManager
 from redis.crc import key_slot
 
 from kvtier.clock import MONOTONIC
-from kvtier.errors import UnavailableError
+from kvtier.errors import KvtierError, UnavailableError
+from kvtier.tiers.common.health import Health
 from kvtier.tiers.redis.address import Kind, RedisAddress
-from kvtier.tiers.redis.clients import RedisClients
-from kvtier.tiers.redis.health import Health
+from kvtier.tiers.redis.clients import FAILURES, RedisClients
+from kvtier.tiers.redis.exchange import Conversation, Exchange
 
+T = TypeVar("T")
 _MAX_CALLS = 16
 """Calls that one server answers at a time; more wait for their turn."""
 
@@ -32,6 +37,10 @@ class Server:
         default_factory=lambda: ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="kvtier-redis")
     )
 
+    def ask(self, work: Callable[[Conversation], T]) -> Exchange[T]:
+        """Begins an exchange."""
+        return Exchange(self.threads, self.client.connection_pool, work, self.in_cluster)
+
     def close(self) -> None:
         """Closes its connections and lets its threads end. Idempotent."""
         self.threads.shutdown(wait=False, cancel_futures=True)
@@ -41,15 +50,26 @@ class Server:
 class Topology:
     """The servers behind one address. Any thread. Connects to nobody before it is asked."""
 
-    def __init__(self, address: RedisAddress, clients: RedisClients, health: Callable[[str], Health]) -> None:
-        """:param health: makes the record of a server of this name."""
+    def __init__(
+        self,
+        address: RedisAddress,
+        clients: RedisClients,
+        health: Callable[[str, Callable[[], None]], Health],
+        probe_timeout_s: float,
+    ) -> None:
+        """
+        :param health: makes the record of a server of this name, which is probed so.
+        :param probe_timeout_s: seconds that a server that is left alone has for a sign of life.
+        """
         self._clients = clients
         self._make_health = health
-        self.discovery = health(str(address))
-        """Health of the search for a Cluster's map."""
+        self._probe_timeout_s = probe_timeout_s
+        is_cluster = address.kind is Kind.CLUSTER
+        self.discovery = health(str(address), self._probe_map if is_cluster else self._probe_single)
+        """Health of the search for a Cluster's map; else that of the one server."""
         self._lock = threading.Lock()
         self._single: Server | None = None
-        if address.kind is not Kind.CLUSTER:
+        if not is_cluster:
             self._single = Server(str(address), clients.single(), self.discovery, in_cluster=False)
         self._map: NodesManager | None = None
         """None until it was found out. Guarded by _lock."""
@@ -100,11 +120,13 @@ class Topology:
         wait([self.renew()], timeout=max(0.0, deadline - MONOTONIC()))
 
     def close(self) -> None:
-        """Closes all connections. No exchange may be in flight."""
-        self._scouts.shutdown(wait=False, cancel_futures=True)
+        """Closes all connections, and ends all probes. No exchange of a caller may be in flight."""
         with self._lock:
             servers = [*self._servers.values(), *([self._single] if self._single is not None else [])]
             found = self._map
+        for health in (self.discovery, *(server.health for server in servers)):
+            health.close()
+        self._scouts.shutdown(wait=False, cancel_futures=True)
         for server in servers:
             server.close()
         if found is not None:
@@ -138,6 +160,8 @@ class Topology:
         except BaseException:
             known = None  # none of them answers: the seeds are asked next
             raise
+        else:
+            self.discovery.worked()
         finally:
             with self._lock:
                 self._map = known
@@ -151,6 +175,40 @@ class Topology:
         with self._lock:
             server = self._servers.get(node.name)
             if server is None or server.client is not node.redis_connection:
-                health = server.health if server is not None else self._make_health(node.name)
+                probe = partial(self._probe_node, node.name)
+                health = server.health if server is not None else self._make_health(node.name, probe)
                 server = self._servers[node.name] = Server(node.name, node.redis_connection, health, in_cluster=True)
             return server
+
+    def _probe_map(self) -> None:
+        """Raises a `KvtierError` unless the Cluster's map is known."""
+        try:
+            self._known(MONOTONIC() + self._probe_timeout_s)
+        except FAILURES as error:
+            raise self._clients.translated(error) from None
+
+    def _probe_single(self) -> None:
+        assert self._single is not None, "it fails before it is probed"
+        self._probe(self._single)
+
+    def _probe_node(self, name: str) -> None:
+        with self._lock:
+            server = self._servers.get(name)
+        if server is None:  # it has left the map meanwhile
+            return
+        try:
+            self._probe(server)
+        except KvtierError:
+            self.renew()  # another one may have its keys by now
+            raise
+
+    def _probe(self, server: Server) -> None:
+        """Raises a `KvtierError` unless the server answers."""
+        try:
+            server.ask(_ping).result(MONOTONIC() + self._probe_timeout_s)
+        except FAILURES as error:
+            raise self._clients.translated(error) from None
+
+
+def _ping(talk: Conversation) -> None:
+    talk.ask([("PING",)], lambda i, answer: None)

@@ -13,6 +13,7 @@ from kvtier.errors import UnavailableError
 from kvtier.metrics import Metrics
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.deadlines import RemoteCalls
+from kvtier.tiers.common.health import Health
 from pool_rig import WAIT_S, failed_calls, until
 
 OPEN_S = 0.01
@@ -54,21 +55,23 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture
-def calls(neighbour: Neighbour, metrics: Metrics) -> Iterator[RemoteCalls]:
-    calls = RemoteCalls(
+def health(neighbour: Neighbour, metrics: Metrics) -> Iterator[Health]:
+    health = Health(
         "pool",
         metrics=metrics,
         breaker=CircuitBreaker(THRESHOLD, OPEN_S),
         log=logging.getLogger("kvtier.tests"),
-        call_timeout_s=WAIT_S,
-        max_batch_bytes=1,
-        max_batch_blocks=1,
         probe=neighbour.probe,
     )
-    yield calls
+    yield health
     neighbour.goes_on.set()
-    calls.close()
+    health.close()
     until(lambda: not probing_threads())
+
+
+@pytest.fixture
+def calls(health: Health) -> RemoteCalls:
+    return RemoteCalls(health, call_timeout_s=WAIT_S, max_batch_bytes=1, max_batch_blocks=1)
 
 
 def probing_threads() -> list[threading.Thread]:
@@ -152,7 +155,7 @@ def test_a_neighbour_that_fails_again_is_probed_again(calls: RemoteCalls, neighb
 
 
 def test_probes_outlast_errors_that_nobody_expects(
-    calls: RemoteCalls, neighbour: Neighbour, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+    calls: RemoteCalls, health: Health, neighbour: Neighbour, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = iter([ValueError("a bug"), SystemExit()])
 
@@ -161,7 +164,7 @@ def test_probes_outlast_errors_that_nobody_expects(
             raise error
         neighbour.probe()
 
-    monkeypatch.setattr(calls, "_probe", probe)
+    monkeypatch.setattr(health, "_probe", probe)
     monkeypatch.setattr(threading, "excepthook", lambda told: None)
     fail(calls, neighbour)
     neighbour.calls_fail = False
@@ -201,12 +204,14 @@ def test_a_process_that_is_forked_during_a_probe_probes_by_itself(calls: RemoteC
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_closed_tier_probes_nothing(calls: RemoteCalls, neighbour: Neighbour, metrics: Metrics) -> None:
+def test_a_closed_tier_probes_nothing(
+    calls: RemoteCalls, health: Health, neighbour: Neighbour, metrics: Metrics
+) -> None:
     neighbour.goes_on.clear()
     neighbour.probes_fail = True
     fail(calls, neighbour)
     until(lambda: neighbour.num_probes)
-    calls.close()
+    health.close()
     neighbour.goes_on.set()
     until(lambda: not probing_threads())
     assert not calls.attempt("read", neighbour.call)

@@ -221,6 +221,24 @@ def test_a_node_whose_replica_has_taken_over_is_left_alone_no_more(tmp_path: Pat
         tier.close()
 
 
+def test_a_cluster_that_was_away_from_the_start_is_left_alone_no_more_once_it_is_there(tmp_path: Path) -> None:
+    """Nobody is asked for the map again when it is known, and the breaker of the search must be closed all the same."""
+    metrics = Metrics()
+    with running_cluster(tmp_path) as nodes:
+        tier = connect(cluster_url(nodes[0]), metrics=metrics, breaker=CircuitBreaker(1, 0.05), call_timeout_s=0.2)
+        with nodes[0].stopped():
+            assert tier.lookup(KEYS) == [Status.MISS] * NUM_BLOCKS
+            assert "a server is left alone" in str(tier.problem())
+            assert open_breakers(metrics) == 1
+            poll(lambda: errors(metrics, "probe", "UnavailableError") >= 2)
+            assert tier.write(ITEMS) == [WriteStatus.FAILED] * NUM_BLOCKS
+            assert errors(metrics, "write", "UnavailableError") == 0, "no call waits for it"
+        poll(lambda: tier.write(ITEMS) == [WriteStatus.STORED] * NUM_BLOCKS)
+        assert tier.problem() is None
+        assert open_breakers(metrics) == 0
+        tier.close()
+
+
 def open_breakers(metrics: Metrics) -> float | None:
     return metrics.registry.get_sample_value("kvtier_open_breakers", {"tier": "redis"})
 

@@ -114,29 +114,26 @@ def test_stopped_in_the_middle_of_a_large_read(server: RedisServer) -> None:
     patient.close()
 
 
-def test_a_slow_server_is_left_alone_and_asked_again_later(
+def test_no_call_waits_for_a_server_that_hangs_and_it_is_used_again_by_itself(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "kvtier")
     metrics = Metrics()
-    now = [0.0]
-    breaker = CircuitBreaker(2, 10.0, clock=lambda: now[0])
-    tier, patient = connect(server.url, metrics=metrics, breaker=breaker, call_timeout_s=0.2), connect(server.url)
+    tier = connect(server.url, metrics=metrics, breaker=CircuitBreaker(2, 0.05), call_timeout_s=0.2)
+    patient = connect(server.url)
     assert patient.write(items(1)) == [WriteStatus.STORED]
     patient.close()
     with server.stopped():
         for _ in range(2):
             assert tier.lookup(KEYS[:1]) == [Status.MISS]
+        poll(lambda: errors(metrics, "probe", "UnavailableError") >= 3)
         for _ in range(5):
             assert tier.write(items(1)) == [WriteStatus.FAILED]
         assert errors(metrics, "lookup", "UnavailableError") == 2
         assert errors(metrics, "write", "BreakerOpen") == 5
-
-    def probe_hits() -> bool:
-        now[0] += 11.0
-        return tier.lookup(KEYS[:1]) == [Status.HIT]
-
-    poll(probe_hits)
+        assert "a server is left alone" in str(tier.problem())
+    poll(lambda: tier.lookup(KEYS[:1]) == [Status.HIT])
+    assert tier.problem() is None
     lines = [r.getMessage() for r in caplog.records]
     assert len([line for line in lines if "left alone" in line]) == 1
     assert len([line for line in lines if "answers again" in line]) == 1
