@@ -68,6 +68,9 @@ def require_tried_options(config: VllmConfig) -> None:
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("kvtier does not work with context parallelism: its blocks hold every n-th token")
+    if parallel.enable_fault_tolerance:
+        # The engine goes on after a step that a rank has failed in, and nobody says which blocks that step has spoilt.
+        raise ConfigError("kvtier was not tried with vLLM's fault tolerance: leave out --enable-fault-tolerance")
 
 
 def require_tried_speculation(config: VllmConfig) -> None:

@@ -102,7 +102,10 @@ class SchedulerSide:
         self._handed_out = HandedOut(tokens_per_block)
 
     def connect(self, identities: Sequence[WorkerIdentity]) -> None:
-        """Takes up work with these workers, in rank order. Raises `ConfigError`."""
+        """Takes up work with these workers, in rank order. Raises `ConfigError`. vLLM 0.33 calls it again when the
+        workers have got their KV's memory back after a sleep, which changes nothing here."""
+        if self._work is not None:
+            return
         cache = open_cache(self._config, identities, self._metrics, self._stack)
         lookups = RequestLookups(
             cache.directory,

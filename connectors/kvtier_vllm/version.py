@@ -4,7 +4,7 @@ import vllm
 
 from kvtier.errors import ConfigError
 
-SUPPORTED = ("0.32.",)
+SUPPORTED = ("0.32.", "0.33.")
 
 
 def require_version() -> None:

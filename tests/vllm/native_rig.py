@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 import vllm_rig
 from model_classes import found_out_here
 from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
@@ -31,6 +32,7 @@ from kvtier.system.processes import Service
 from kvtier.testing.blocks import make_payload
 from suspending import resume, suspend
 
+OF_032: bool = vllm.__version__.startswith("0.32.")
 HASTE = {"call_timeout_s": 3.0, "breaker_open_s": 0.2}
 """Settings of the table `pool`, for pools that hang: each time costs a test this deadline. A pool that is a little
 late must not miss it, though, or what was stored is not."""
@@ -151,8 +153,10 @@ class Native:
         self.settle()
 
     def empty(self) -> None:
-        """The primary tier: vLLM's own `reset_cache`."""
+        """The primary tier: vLLM's own `reset_cache`, with no job of a worker under way."""
         self.manager.reset_cache()
+        if not OF_032:
+            self.manager.on_reset_flushed()
 
     def look(self, numbers: Sequence[int], request: ReqContext) -> list[LookupResult]:
         """As the scheduler does: up to the first miss."""

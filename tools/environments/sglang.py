@@ -10,7 +10,8 @@ import sys
 
 from venv_steps import TORCH, Checkout, Environment, Step, look, main
 
-SGLANG = "sglang==0.5.23"
+RELEASES = ("0.5.23",)
+SGLANG = f"sglang=={RELEASES[0]}"
 """Installed without its dependencies: most are for CUDA, and it would replace torch by a build for CUDA too."""
 WHEEL = f"a wheel of {SGLANG} for this Python and platform: it is built for Linux with glibc 2.34 or newer"
 COMPILER = "a C++ compiler (g++) and OpenSSL's headers (libssl-dev): SGLang compiles its page hash"
@@ -50,7 +51,7 @@ print("SGLang", importlib.metadata.version("sglang"), "and kvtier are importable
 """
 
 
-def steps(environment: Environment, checkout: Checkout) -> list[Step]:
+def steps(environment: Environment, checkout: Checkout, _release: str) -> list[Step]:
     """Makes the environment in which the connector's tests run, from nothing."""
     required = [*IMPORTED, *checkout.dependencies, *TOOLS]
     return [
@@ -65,4 +66,4 @@ def steps(environment: Environment, checkout: Checkout) -> list[Step]:
 
 
 if __name__ == "__main__":
-    sys.exit(main("SGLang", ".venv/sglang", steps))
+    sys.exit(main("SGLang", ".venv/sglang", steps, RELEASES))

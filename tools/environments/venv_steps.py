@@ -46,7 +46,7 @@ class Environment:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._python = folder / "bin" / "python"
+        self.python = folder / "bin" / "python"
         self._record = folder / RECORD
 
     def creation(self) -> Step:
@@ -69,7 +69,7 @@ class Environment:
 
     def run(self, *arguments: str) -> str:
         """Output of the environment's Python."""
-        return subprocess.run([self._python, *arguments], check=True, stdout=subprocess.PIPE, text=True).stdout
+        return subprocess.run([self.python, *arguments], check=True, stdout=subprocess.PIPE, text=True).stdout
 
     def done(self) -> list[list[str]]:
         """Recipes of the steps done so far; none when there is no record, or no Python, or one that cannot run."""
@@ -146,18 +146,22 @@ def prepare(environment: Environment, todo: Sequence[Step]) -> None:
         print(f"    {time.monotonic() - started:.0f} s", flush=True)
 
 
-def main(engine: str, into: str, steps: Callable[[Environment, Checkout], list[Step]]) -> int:
+def main(
+    engine: str, into: str, steps: Callable[[Environment, Checkout, str], list[Step]], releases: Sequence[str]
+) -> int:
     """The command. Exit code 1, and the step that failed, when there is no environment to use.
 
     :param into: where it is made unless the caller says so.
+    :param releases: of the engine, that which is made unless the caller says so first.
     """
     parser = argparse.ArgumentParser(description=f"Prepares an environment in which {engine} runs with this checkout.")
     parser.add_argument("--into", type=Path, default=Path(into), help="folder of the environment")
     parser.add_argument("--checkout", type=Path, default=Path(), help="where kvtier's pyproject.toml is")
+    parser.add_argument("--release", choices=releases, default=releases[0], help=f"release of {engine}")
     arguments = parser.parse_args()
     environment = Environment(arguments.into.absolute())
     try:
-        prepare(environment, steps(environment, Checkout(arguments.checkout.resolve())))
+        prepare(environment, steps(environment, Checkout(arguments.checkout.resolve()), arguments.release))
     except StepError as error:
         print(f"No environment for {engine}: {error}\nCall again to go on from here.", file=sys.stderr)
         return 1

@@ -30,7 +30,7 @@ the caller's own has had them."""
 RELEASE_MEMORY = frozenset(("sleep", "wake_up", "discard"))
 """Methods that take away and bring back the memory of weights, of KV or of both."""
 _CALLERS = ("vllm.v1.executor.uniproc_executor", "vllm.v1.executor.ray_utils")
-"""Modules that call a worker's methods by `run_method`."""
+"""Modules that call a worker's methods by `run_method`; of vLLM 0.33 the first one alone."""
 
 _Method = Callable[..., Any]
 _Around = Callable[[_Method], _Method]
@@ -67,8 +67,9 @@ def watching(
         drafting = drafter(config)
         for model in {get_model_cls(each) for each in (config.model_config, *(drafting[1:2] if drafting else ()))}:
             wrap(model, "load_weights", unknown, models)
-        for module in filter(None, map(sys.modules.get, _CALLERS)):
-            wrap(module, "run_method", lambda run: _runs(weights, run))
+        for module in map(sys.modules.get, _CALLERS):
+            if hasattr(module, "run_method"):
+                wrap(module, "run_method", lambda run: _runs(weights, run))
         wrap(
             WorkerProc,
             "_execute_worker_rpc",

@@ -2,9 +2,7 @@
 
 import fcntl
 import importlib.util
-import os
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -12,20 +10,21 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 
-VERSION = "0.32.0"
+import vllm
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools" / "environments"))
+
+from vllm_sources import download  # noqa: E402
+
+VERSION: str = vllm.__version__
 UNIT = PurePosixPath("tests/v1/kv_connector/unit")
 """The tests that are wanted, inside the distribution."""
 _HELPERS = ("tests/v1/core/utils.py",)
 """What they import beside themselves."""
-_BUILD_TOOLS = ("setuptools>=77.0.3,<81", "setuptools-scm>=8", "setuptools-rust>=1.9", "packaging>=24.2", "wheel")
-"""What its build asks for beside torch, as far as metadata needs it."""
-FOLDER = Path(__file__).resolve().parents[3] / ".venv" / "vllm-sdist"
+FOLDER = ROOT / ".venv" / "vllm-sdist"
 VLLM_CACHE = FOLDER / "cache"
 """For `VLLM_CACHE_ROOT`: vLLM looks at the class of a model in a process of its own, once, for 10 seconds."""
-
-
-class FetchError(Exception):
-    """The source distribution cannot be had: see pip's own words, and whether there is a package index."""
 
 
 def fetch(folder: Path = FOLDER) -> Path:
@@ -40,7 +39,7 @@ def fetch(folder: Path = FOLDER) -> Path:
         if target.exists():
             return target
         fresh = Path(scratch) / "fresh"
-        with tarfile.open(_download(Path(scratch))) as archive:
+        with tarfile.open(download(VERSION, Path(scratch), python=sys.executable)) as archive:
             for member, path in _wanted(archive):
                 member.name = str(path)
                 archive.extract(member, fresh, filter="data")
@@ -70,28 +69,6 @@ def unit_tests(root: Path) -> list[str]:
 def copy_to(root: Path, into: Path) -> Path:
     """A copy to run in: tests write beside themselves."""
     return Path(shutil.copytree(root, into))
-
-
-def _download(scratch: Path) -> Path:
-    """pip hands out a source distribution only once it has asked its build for the metadata.
-
-    That runs with the torch that is installed here: left alone, pip would get another one for it, gigabytes with CUDA.
-    """
-    tools = scratch / "tools"
-    _pip("install", f"--target={tools}", *_BUILD_TOOLS)
-    # Told so, the build asks neither git for the version nor for a compiler.
-    told = {"VLLM_VERSION_OVERRIDE": VERSION, "VLLM_TARGET_DEVICE": "empty", "PYTHONPATH": str(tools)}
-    source = ["--no-deps", "--no-binary=vllm", "--no-build-isolation"]
-    _pip("download", *source, f"--dest={scratch}", f"vllm=={VERSION}", **told)
-    (archive,) = scratch.glob("*.tar.gz")
-    return archive
-
-
-def _pip(command: str, *arguments: str, **environ: str) -> None:
-    whole = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", *arguments]
-    ended = subprocess.run(whole, env=os.environ | environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if ended.returncode:
-        raise FetchError(f"pip {command} {' '.join(arguments)} failed: {ended.stdout[-2000:]}")
 
 
 def _wanted(archive: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, PurePosixPath]]:

@@ -66,6 +66,7 @@ def _put_into(module: ModuleType, model: str) -> None:
     if "create_request" in helpers:
         helpers["create_request"] = _request_maker(helpers["create_request"])
     helpers["ExampleConnectorMetadata"] = StepMetadata
+    helpers["TestExampleConnector"] = RecordingConnector
     helpers["_Metadata"] = lambda: WorkerIdentity(b"n" * 16, BLOCK_BYTES, [])
     helpers["KVCacheConfig"] = lambda **_: _kv_cache_config()
 
