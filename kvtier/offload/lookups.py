@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvtier.clock import Clock
@@ -12,6 +12,7 @@ from kvtier.offload.metrics import HierarchyMetrics
 from kvtier.offload.planner import MISSING, PENDING, BlockStatus
 from kvtier.offload.previous import PreviousKeys, PreviousNames
 from kvtier.system.logs import current_request_id, within_request
+from kvtier.system.started_threads import started_threads
 from kvtier.system.tracing import tracing
 from kvtier.tiers.base import Status, Tier
 
@@ -36,7 +37,7 @@ class SharedLookups:
         self._tier = tier
         self._namespaces = list(dict.fromkeys(namespaces))  # ranks that hold the same have one
         self._max_asking, self._on_answer = max_asking, on_answer
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "kvtier-lookup")
+        self._threads = started_threads(_NUM_THREADS, "kvtier-lookup")
         self._asking: set[Future[list[Status]]] = set()
 
     @property

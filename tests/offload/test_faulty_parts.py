@@ -16,6 +16,7 @@ from kvtier.identity.keys import StoreKey
 from kvtier.system.logs import JsonLines, within_request
 from kvtier.tiers.base import Status, Tier
 from kvtier.tiers.host.tier import HostTier
+from threads_rig import no_more_threads
 
 pool = pytest.fixture(pool_tier)
 
@@ -99,4 +100,17 @@ def test_a_cancelled_load_keeps_its_device_slots_until_the_copy_is_over(pool: Ho
     device.gate.set()
     rig.result(job)
     rig.settle()
+    rig.close()
+
+
+def test_a_hierarchy_needs_no_thread_that_it_does_not_have(pool: HostTier) -> None:
+    """Nothing is raised into the engine, and no job is lost, where the process may have no more threads."""
+    hashes, rig = chain(4), Rig(pool)
+    with no_more_threads():
+        assert rig.tiers_of(hashes) == ["MISS"] * 4
+        assert rig.save(hashes, range(4)) is not None
+        assert rig.tiers_of(hashes) == ["host"] * 4
+        assert not rig.load(hashes, range(4, 8)).failed
+        rig.settle()
+    assert pool.usage().num_blocks == 4
     rig.close()

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from vllm.lora.request import LoRARequest
 
 from kvtier.errors import ConfigError
 from kvtier.identity.weights_digest import weights_digest
+from kvtier.system.started_threads import started_threads
 
 _log = logging.getLogger(__name__)
 _LABEL = b"kvtier.vllm.adapter.v1"
@@ -63,7 +64,7 @@ class Adapters:
         """What a worker said last that it has loaded, by vLLM's id of the adapter."""
         self._unsent: dict[int, AdapterSource] = {}
         """The adapters in use that the workers were not told of, by vLLM's id."""
-        self._thread = ThreadPoolExecutor(1, "kvtier-adapters")
+        self._thread = started_threads(1, "kvtier-adapters")
 
     def digest(self, request: LoRARequest) -> bytes | None:
         """The digest of the adapter's weights and configuration. None: not known yet, or KV cannot be kept by it.

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 from vllm.v1.request import Request
 
+from kvtier.system.started_threads import started_threads
 from kvtier_vllm import compat
 
 _log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Media:
         self._known: dict[int, tuple[weakref.ref[MultiModalKwargsItem], _Digest]] = {}
         """Digests by the media object, as long as a request or vLLM's cache of processed media has it."""
         self._warned: set[str] = set()
-        self._thread = ThreadPoolExecutor(1, "kvtier-media")
+        self._thread = started_threads(1, "kvtier-media")
 
     def digests(self, request: Request) -> AwaitedMedia | None:
         """None: nothing can be kept of the request, because content of its media is not here, or says too little."""

@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.identity.keys import StoreKey
+from kvtier.system.started_threads import started_threads
 from kvtier.tiers.base import Status, Tier
 
 _log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Lookups:
         self._asked: dict[bytes, list[str]] = {}
         """Keys of the call under way, and the requests that ask for each."""
         self._call: Future[list[bool]] | None = None
-        self._threads = ThreadPoolExecutor(1, "kvtier-lookup")
+        self._threads = started_threads(1, "kvtier-lookup")
 
     def ask(self, key: bytes, request_id: str) -> bool | None:
         """Whether the tier has the chunk; None: ask again at the next schedule."""

@@ -3,12 +3,13 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.codec.checksums import checksum
 from kvtier.identity.keys import StoreKey
+from kvtier.system.started_threads import started_threads
 from kvtier.tiers.base import Status, Tier, WriteStatus
 
 _log = logging.getLogger(__name__)
@@ -70,8 +71,8 @@ class Transfers:
         :param store_key: what the tier calls a key. Called from other threads.
         """
         self._tier, self._store_key, self._limits, self._clock = tier, store_key, limits, clock
-        self._loading = ThreadPoolExecutor(limits.load_threads, "kvtier-load")
-        self._saving = ThreadPoolExecutor(1, "kvtier-save")
+        self._loading = started_threads(limits.load_threads, "kvtier-load")
+        self._saving = started_threads(1, "kvtier-save")
         self._open: dict[int, tuple[Outcome, Future[None] | None]] = {}
         """Jobs whose outcome was not taken yet, by id; a job without a future was dropped."""
         self._num_saving = 0

@@ -1,7 +1,8 @@
 """The threads of a mover: a slow tier holds up nobody else, and no copy waits for checksums."""
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+
+from kvtier.system.started_threads import started_threads
 
 _HOST_LOADS, _SAVES = 2, 2
 """Threads for copies from and to the arena: one asks for a batch's transfers while those of another are under way."""
@@ -16,16 +17,17 @@ class Threads:
         """
         :param tiers: names of the tiers that are written.
         :param num_load_threads: batches that are loaded from tiers at a time.
+        :raises UnavailableError: the process may not have so many threads.
         """
-        self.loads = ThreadPoolExecutor(num_load_threads, "kvtier-load")
+        self.loads = started_threads(num_load_threads, "kvtier-load")
         """Reads from tiers, and copies of what was read to the device."""
-        self.host_loads = ThreadPoolExecutor(_HOST_LOADS, "kvtier-load-host")
+        self.host_loads = started_threads(_HOST_LOADS, "kvtier-load-host")
         """Copies of what is in the arena already, which never wait for a tier."""
-        self.saves = ThreadPoolExecutor(_SAVES, "kvtier-copy")
+        self.saves = started_threads(_SAVES, "kvtier-copy")
         """Copies from the device to the arena, begun in order."""
-        self.sums = ThreadPoolExecutor(1, "kvtier-checksum")
+        self.sums = started_threads(1, "kvtier-checksum")
         """Checksums, between copies and writers: blocks for several tiers are summed once."""
-        self.writers = {name: ThreadPoolExecutor(1, f"kvtier-write-{name}") for name in tiers}
+        self.writers = {name: started_threads(1, f"kvtier-write-{name}") for name in tiers}
         """The writer of each tier, by the tier's name. What it is given is done in order."""
 
     def close(self) -> None:

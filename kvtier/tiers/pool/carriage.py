@@ -6,11 +6,12 @@ in a call, on the processor only. It never waits for a pool, so that no call wai
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, wait
 from operator import itemgetter
 from typing import TypeVar
 
 from kvtier.codec.sealing import SealingKeys
+from kvtier.system.started_threads import started_threads
 
 HELPED_FROM_BYTES = 256 << 10
 """Blocks from this size on are worth another thread, which takes some 30 us to begin, and system calls of their own."""
@@ -22,8 +23,7 @@ class Carriage:
 
     def __init__(self, keys: SealingKeys) -> None:
         self.keys = keys
-        self.helper: Executor = ThreadPoolExecutor(1, "kvtier-seal")
-        """Starts its thread with the first call that is given to it."""
+        self.helper: Executor = started_threads(1, "kvtier-seal")
 
     def close(self) -> None:
         """Ends the helper; after all calls have ended. Idempotent."""

@@ -107,7 +107,10 @@ class PoolConnection:
         self, verb: Verb, fields: Mapping[str, object], payload: Sequence[ReadableBuffer], deadline: float
     ) -> None:
         """Sends a request, to be answered in its turn."""
-        header = self._asking(verb, fields)
+        self.send_with(self.header_of(verb, fields), payload, deadline)
+
+    def send_with(self, header: Mapping[str, object], payload: Sequence[ReadableBuffer], deadline: float) -> None:
+        """Sends the request whose header `header_of` has made last."""
         try:
             self._socket.send_frame(header, payload, deadline=deadline)
         except ConnectionError:
@@ -122,12 +125,12 @@ class PoolConnection:
         deadline: float,
     ) -> None:
         """Sends a request as `send` does, with a payload that is made while it is sent: see `FrameSocket`."""
-        header = self._asking(verb, fields)
+        header = self.header_of(verb, fields)
         with suppress(ConnectionError):  # as in `send`
             self._socket.send_streamed(header, payload, payload_bytes, deadline=deadline)
 
-    def _asking(self, verb: Verb, fields: Mapping[str, object]) -> dict[str, object]:
-        """The header of a request that is about to be sent."""
+    def header_of(self, verb: Verb, fields: Mapping[str, object]) -> dict[str, object]:
+        """The header of a request that is sent next. From now on, its answer may be waited for."""
         self._request_id += 1
         self._unanswered.append(self._request_id)
         return {"id": self._request_id, "verb": verb, **fields, **trace_field()}

@@ -5,7 +5,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import redis
@@ -13,6 +14,7 @@ import redis
 from kvtier.clock import MONOTONIC
 from kvtier.errors import UnavailableError
 from kvtier.system.interpreter_time import note_spent
+from kvtier.system.io_threads import IoThreads
 from kvtier.tiers.redis.commands import Command
 
 T = TypeVar("T")
@@ -72,12 +74,13 @@ class Exchange(Generic[T]):
 
     def __init__(
         self,
-        threads: ThreadPoolExecutor,
+        threads: IoThreads,
         pool: redis.ConnectionPool,
         work: Callable[[Conversation], T],
         in_cluster: bool,
     ) -> None:
-        """Begins at once, on one of `threads`, with a connection of `pool`."""
+        """Begins at once, on one of `threads`, with a connection of `pool`. Where the process may have no thread for
+        it, it is over when this returns."""
         self._lock = threading.Lock()
         self._cut_off = False
         """Whether the caller has given up. Guarded by _lock."""
@@ -85,7 +88,7 @@ class Exchange(Generic[T]):
         """The connection that `work` is using. Guarded by _lock."""
         self._spent_s = 0.0
         """What `work` has computed. Written before it is over."""
-        self._future = threads.submit(self._run, pool, work, in_cluster)
+        self._future = threads.submit(partial(self._run, pool, work, in_cluster))
 
     def result(self, deadline: float) -> T:
         """What `work` returns or raises; `TimeoutError` at the deadline (monotonic), when its connection is cut."""

@@ -3,7 +3,7 @@ servers that are left alone."""
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -14,6 +14,8 @@ from redis.crc import key_slot
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import KvtierError, UnavailableError
+from kvtier.system.io_threads import IoThreads
+from kvtier.system.started_threads import started_threads
 from kvtier.tiers.common.health import Health
 from kvtier.tiers.redis.address import Kind, RedisAddress
 from kvtier.tiers.redis.clients import FAILURES, RedisClients
@@ -33,9 +35,7 @@ class Server:
     client: redis.Redis
     health: Health
     in_cluster: bool
-    threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="kvtier-redis")
-    )
+    threads: IoThreads = field(default_factory=lambda: IoThreads(_MAX_CALLS, "kvtier-redis"))
 
     def ask(self, work: Callable[[Conversation], T]) -> Exchange[T]:
         """Begins an exchange."""
@@ -43,7 +43,7 @@ class Server:
 
     def close(self) -> None:
         """Closes its connections and lets its threads end. Idempotent."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.close(wait=False)
         self.client.connection_pool.disconnect()
 
 
@@ -75,7 +75,7 @@ class Topology:
         """None until it was found out. Guarded by _lock."""
         self._search: Future[None] | None = None
         """The latest search for the Cluster's map; None before the first one. Guarded by _lock."""
-        self._scouts = ThreadPoolExecutor(1, thread_name_prefix="kvtier-redis-map")
+        self._scouts = started_threads(1, "kvtier-redis-map")
         self._servers: dict[str, Server] = {}
         """The servers of a Cluster that were needed so far and are in its map, by host and port. Guarded by _lock."""
 

@@ -15,6 +15,7 @@ from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.deadlines import RemoteCalls
 from kvtier.tiers.common.health import Health
 from pool_rig import WAIT_S, failed_calls, until
+from threads_rig import no_more_threads
 
 OPEN_S = 0.01
 THRESHOLD = 3
@@ -172,14 +173,8 @@ def test_probes_outlast_errors_that_nobody_expects(
     assert failed_calls(metrics, op="probe", error="ValueError") == 1
 
 
-def test_a_machine_without_threads_probes_later(
-    calls: RemoteCalls, neighbour: Neighbour, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+def test_a_machine_without_threads_probes_later(calls: RemoteCalls, neighbour: Neighbour) -> None:
+    with no_more_threads():
         fail(calls, neighbour)
         assert not calls.attempt("read", neighbour.call)
     assert not neighbour.num_probes

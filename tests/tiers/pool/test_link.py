@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvtier.errors import InvalidInputError, LimitExceededError
+from kvtier.errors import InvalidInputError, LimitExceededError, UnavailableError
 from kvtier.memory import memfd
 from kvtier.memory.slab_layout import slab_bytes
 from kvtier.net.address import Address
@@ -22,6 +23,7 @@ from kvtier.tiers.pool.shared_memory.link import MemoryLink
 from kvtier.tiers.pool.shared_memory.session import Session
 from memory_link_rig import WAIT_S, Pool, Serve, answer
 from pool_rig import until
+from threads_rig import no_more_threads
 
 pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
 
@@ -54,6 +56,39 @@ def test_threads_that_share_a_connection_get_their_own_answers(tmp_path: Path) -
 
         assert list(threads.map(ask, range(2000))) == list(range(2000))
         assert pool.num_connections == 1
+
+
+def test_whoever_receives_finds_a_request_that_is_being_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread without room receives for one that has not sent all of its request."""
+    waiting: list[tuple[int, int]] = []
+    send_with = PoolConnection.send_with
+
+    def send(connection: PoolConnection, *arguments: Any) -> None:
+        waiting.append((len(session._unanswered), len(connection._unanswered)))
+        send_with(connection, *arguments)
+
+    def make_header(connection: PoolConnection, *arguments: Any) -> Any:
+        waiting.append((len(session._unanswered), len(connection._unanswered)))
+        return header_of(connection, *arguments)
+
+    with linked(tmp_path, echo) as (link, _):
+        session, header_of = link.session_by(soon()), PoolConnection.header_of
+        monkeypatch.setattr(PoolConnection, "send_with", send)
+        monkeypatch.setattr(PoolConnection, "header_of", make_header)
+        requests = [session.send(Verb.ACQUIRE, {"lease": i}, 1, soon()) for i in range(2)]
+        assert waiting == [(0, 0), (1, 1), (1, 1), (2, 2)]
+        for request in requests:
+            session.receive(request, soon())
+
+
+def test_without_a_thread_that_watches_there_is_no_session(tmp_path: Path) -> None:
+    with linked(tmp_path, echo) as (link, pool):
+        with no_more_threads("kvtier-pool-end"):
+            for _ in range(2):
+                with pytest.raises(UnavailableError, match="no thread to watch"):
+                    link.session_by(soon())
+        assert link.session_by(soon()) is link.session_by(soon())
+        assert pool.num_connections == 3
 
 
 def test_requests_are_sent_ahead_of_answers_and_may_be_received_in_any_order(tmp_path: Path) -> None:

@@ -26,9 +26,20 @@ from redis_rig import (
     poll,
 )
 from suspending import resume, suspend
+from threads_rig import no_more_threads
 from transfers_rig import kill_during_transfers
 
 server = pytest.fixture(fresh_redis)
+
+
+def test_a_process_without_more_threads_has_its_calls_done_and_nothing_of_them_later(server: RedisServer) -> None:
+    tier = connect(server.url)
+    with no_more_threads():
+        assert tier.write(items(2)) == [WriteStatus.STORED] * 2
+        assert read_blocks(tier, KEYS[:3], BLOCK_BYTES) == [*PAYLOADS[:2], None]
+        assert tier.discard(KEYS[:1]) == 1
+    assert tier.lookup(KEYS[:2]) == [Status.MISS, Status.HIT]
+    tier.close()
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])

@@ -76,15 +76,20 @@ class MemoryLink:
         if not session.connection.lease_s:
             session.connection.close()
             raise UnavailableError("this pool does not share its memory")
+        # A pool that ended takes its memory along only when nobody maps it any more, and an idle engine would not know.
+        watcher = threading.Thread(target=self._watch, args=(session,), name="kvtier-pool-end", daemon=True)
+        try:
+            watcher.start()
+        except RuntimeError as error:
+            session.connection.close()
+            raise UnavailableError(f"no thread to watch the connection to the pool with: {error}") from error
+        session.watcher = watcher
         with self._lock:
             closed = self._closed
             self._session = None if closed else session
         if closed:
-            session.connection.close()
+            session.end()
             raise ClosedError("the connection to the pool is closed")
-        # A pool that ended takes its memory along only when nobody maps it any more, and an idle engine would not know.
-        session.watcher = threading.Thread(target=self._watch, args=(session,), name="kvtier-pool-end", daemon=True)
-        session.watcher.start()
         return session
 
     def _watch(self, session: Session) -> None:

@@ -139,10 +139,11 @@ class Session:
                 self._require_alive()
                 if self._unanswered and self._num_asked + request.num_blocks > _MAX_ASKED:
                     return False
-                self._unanswered.append(request)
+                header = self.connection.header_of(request.verb, request.fields)
+                self._unanswered.append(request)  # whoever sees it may receive its answer
                 self._num_asked += request.num_blocks
             try:
-                self.connection.send(request.verb, request.fields, (), deadline)
+                self.connection.send_with(header, (), deadline)
             except BaseException:  # nobody knows how much of it was sent
                 self.end()
                 raise
