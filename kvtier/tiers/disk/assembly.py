@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.metrics import Metrics
-from kvtier.system.io_threads import IoThreads
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.disk.log.buffers import Buffers
@@ -13,6 +12,7 @@ from kvtier.tiers.disk.log.reading import BlockReader
 from kvtier.tiers.disk.medium.files import FileLayer
 from kvtier.tiers.disk.medium.folder import DiskFolder
 from kvtier.tiers.disk.medium.health import MediumHealth
+from kvtier.tiers.disk.medium.io_threads import IoThreads
 from kvtier.tiers.disk.medium.watch import HangWatch
 from kvtier.tiers.disk.medium.watched_files import WatchedFiles
 from kvtier.tiers.disk.operations.appending import SegmentLog

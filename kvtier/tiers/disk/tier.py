@@ -13,7 +13,6 @@ from kvtier.events import EventSink, TierState, ignore_event
 from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.metrics import Metrics
-from kvtier.system.io_threads import IoThreads
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.event_queue import EventQueue
@@ -23,6 +22,7 @@ from kvtier.tiers.disk.assembly import DiskParts, assemble
 from kvtier.tiers.disk.medium.direct_io import DirectIo, goes_direct
 from kvtier.tiers.disk.medium.files import FileLayer, OsFiles
 from kvtier.tiers.disk.medium.folder import DiskFolder
+from kvtier.tiers.disk.medium.io_threads import IoThreads
 from kvtier.tiers.disk.operations.recovery import recover, take_over
 from kvtier.tiers.disk.operations.writing import sort_out
 from kvtier.tiers.disk.options import DiskOptions

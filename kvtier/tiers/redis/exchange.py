@@ -5,8 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import wait
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeVar
 
 import redis
@@ -14,7 +13,6 @@ import redis
 from kvtier.clock import MONOTONIC
 from kvtier.errors import UnavailableError
 from kvtier.system.interpreter_time import note_spent
-from kvtier.system.io_threads import IoThreads
 from kvtier.tiers.redis.commands import Command
 
 T = TypeVar("T")
@@ -26,6 +24,13 @@ _PACKED_BYTES = 128 << 10
 """Commands are packed and sent together up to this size."""
 _MOVED = (redis.exceptions.AskError, redis.exceptions.TryAgainError)
 """A Cluster says that the key is with another server, or on its way there. MOVED is a kind of AskError."""
+_REFUSALS = {
+    redis.exceptions.OutOfMemoryError: "OOM",
+    redis.exceptions.ReadOnlyError: "READONLY",
+    redis.exceptions.NoPermissionError: "NOPERM",
+}
+_OTHER_REFUSALS = frozenset(("NOREPLICAS", "MISCONF"))
+"""Codes that redis-py has no exceptions for."""
 
 
 class Conversation:
@@ -74,13 +79,13 @@ class Exchange(Generic[T]):
 
     def __init__(
         self,
-        threads: IoThreads,
+        threads: ThreadPoolExecutor,
         pool: redis.ConnectionPool,
         work: Callable[[Conversation], T],
         in_cluster: bool,
     ) -> None:
-        """Begins at once, on one of `threads`, with a connection of `pool`. Where the process may have no thread for
-        it, it is over when this returns."""
+        """Begins at once, on one of `threads`, with a connection of `pool`; fails where the process may have no thread
+        for it."""
         self._lock = threading.Lock()
         self._cut_off = False
         """Whether the caller has given up. Guarded by _lock."""
@@ -88,14 +93,21 @@ class Exchange(Generic[T]):
         """The connection that `work` is using. Guarded by _lock."""
         self._spent_s = 0.0
         """What `work` has computed. Written before it is over."""
-        self._future = threads.submit(partial(self._run, pool, work, in_cluster))
+        self._future = Future[T]()
+        with self._lock:
+            try:
+                self._future = threads.submit(self._run, pool, work, in_cluster)
+            except RuntimeError as error:  # it is queued all the same, and is to touch nothing when it is its turn
+                self._cut_off = True
+                self._future.set_exception(UnavailableError(f"no thread to ask a Redis with: {error}"))
 
     def result(self, deadline: float) -> T:
         """What `work` returns or raises; `TimeoutError` at the deadline (monotonic), when its connection is cut."""
         wait([self._future], timeout=max(0.0, deadline - MONOTONIC()))
-        self.close()
+        is_late = not self._future.done()
+        self.close()  # what is late fails now, for another reason
         note_spent(self._spent_s)
-        if not self._future.done() or self._future.cancelled():
+        if is_late:
             raise TimeoutError("no answer in time")
         return self._future.result()
 
@@ -141,9 +153,16 @@ def is_full(answer: object) -> bool:
     return isinstance(answer, redis.exceptions.OutOfMemoryError)
 
 
-def takes_no_writes(answer: object) -> bool:
-    """Whether the server says that it has no room, or that it is a replica: what it has can be read all the same."""
-    return is_full(answer) or isinstance(answer, redis.exceptions.ReadOnlyError)
+def refusal_of_writes(answer: object) -> str | None:
+    """The code of a refusal to write by a server that can be read all the same: it has no room, is a replica, has too
+    few replicas, cannot save, or lets this user write nothing. None: the answer is none."""
+    if not isinstance(answer, redis.ResponseError):
+        return None
+    for kind, code in _REFUSALS.items():
+        if isinstance(answer, kind):
+            return code
+    code = str(answer).partition(" ")[0]
+    return code if code in _OTHER_REFUSALS else None
 
 
 def _shut_down(connection: Any) -> None:

@@ -12,7 +12,7 @@ from kvtier.errors import CorruptBlockError, InvalidInputError, SealedBlockError
 from kvtier.identity.keys import StoreKey
 from kvtier.tiers.redis.blocks import BlockFormat
 from kvtier.tiers.redis.commands import MAX_PARTS, get, part_names
-from kvtier.tiers.redis.exchange import Conversation, Take, is_wrong_type
+from kvtier.tiers.redis.exchange import Conversation, Take, is_wrong_type, refusal_of_writes
 from kvtier.tiers.redis.servers import Servers
 
 
@@ -88,7 +88,19 @@ class BlockReader:
         return num_moved
 
     def _get(self, talk: Conversation, names: Sequence[bytes], places: list[int], take: Take) -> list[int]:
-        moved = talk.ask((get(names[place], self._form.ttl_ms) for place in places), take, is_wrong_type)
+        refused: list[int] = []
+
+        def take_unless_refused(i: int, value: Any) -> None:
+            if refusal_of_writes(value) is None:
+                take(i, value)
+            else:
+                refused.append(i)
+
+        commands = (get(names[place], self._form.ttl_ms) for place in places)
+        moved = talk.ask(commands, take_unless_refused, _is_taken)
+        if refused:  # to let a value live on is to write, and the server takes no writes
+            plain = (get(names[places[i]], 0) for i in refused)
+            moved += [refused[i] for i in talk.ask(plain, lambda i, value: take(refused[i], value), is_wrong_type)]
         return [places[i] for i in moved]
 
     def _take_first(self, place: int, value: Any) -> None:
@@ -161,3 +173,7 @@ class BlockReader:
         self.corrupt.append(str(error))
         self.to_drop.append(self.names[place])
         return True
+
+
+def _is_taken(refusal: object) -> bool:
+    return is_wrong_type(refusal) or refusal_of_writes(refusal) is not None

@@ -35,7 +35,7 @@ from kvtier.tiers.redis.caps import TenantCaps
 from kvtier.tiers.redis.clients import RedisClients
 from kvtier.tiers.redis.commands import key_names
 from kvtier.tiers.redis.discards import Discards
-from kvtier.tiers.redis.exchange import Conversation
+from kvtier.tiers.redis.exchange import Conversation, refusal_of_writes
 from kvtier.tiers.redis.memory import REPORT, ServerMemory, total
 from kvtier.tiers.redis.presence import presence
 from kvtier.tiers.redis.purge import TenantPurge
@@ -60,7 +60,8 @@ class RedisTier:
     time is MISS or FAILED. After some failures in a row a server is left alone: its keys are answered MISS and
     FAILED at once, until it answers probes, for which no call waits; other nodes of a Cluster go on. Failures are
     counted in `io_errors` by exception (`BreakerOpen` for servers not asked, `Moved` for values that a Cluster was
-    moving, `ReadOnly` for blocks that a replica refused), and logged when a server's breaker opens and closes.
+    moving, `ReadOnly` for blocks that a server refused which can be read), and logged when a server's breaker opens
+    and closes.
     Every block is verified against the key asked for; what does not hold is a MISS, is counted in
     `corrupt_blocks` and dropped there.
 
@@ -109,6 +110,8 @@ class RedisTier:
         self._lock = threading.Lock()
         self._policy_seen = False
         """Whether the server was asked how it evicts. Guarded by _lock."""
+        self._takes_writes = True
+        """False: a server has refused to write, and none has written since. Any thread: it is for the log."""
 
     @property
     def name(self) -> str:
@@ -250,7 +253,11 @@ class RedisTier:
         self._unlink("write", writer.to_drop, deadline)
         self._count_blocks("write", "ReadOnly", len(writer.read_only))
         if writer.refusal:
+            self._takes_writes = False
             self._refused.warning(f"tier {self._name}: takes no more blocks: {writer.refusal}")
+        elif not self._takes_writes and WriteStatus.STORED in writer.statuses:
+            self._takes_writes = True
+            _log.info("tier %s: takes writes again", self._name, extra={"tier": self._name})
         return writer.statuses
 
     def _evict(self, small: Sequence[StoreKey], others: Sequence[StoreKey], deadline: float) -> None:
@@ -348,5 +355,6 @@ class RedisTier:
 
 
 def _drop(names: Sequence[bytes], talk: Conversation, places: list[int]) -> list[int]:
-    talk.ask([("UNLINK", names[place]) for place in places], lambda i, answer: None)
+    commands = [("UNLINK", names[place]) for place in places]
+    talk.ask(commands, lambda i, answer: None, lambda refusal: refusal_of_writes(refusal) is not None)
     return []

@@ -3,7 +3,7 @@ servers that are left alone."""
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -14,7 +14,6 @@ from redis.crc import key_slot
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import KvtierError, UnavailableError
-from kvtier.system.io_threads import IoThreads
 from kvtier.system.started_threads import started_threads
 from kvtier.tiers.common.health import Health
 from kvtier.tiers.redis.address import Kind, RedisAddress
@@ -35,7 +34,9 @@ class Server:
     client: redis.Redis
     health: Health
     in_cluster: bool
-    threads: IoThreads = field(default_factory=lambda: IoThreads(_MAX_CALLS, "kvtier-redis"))
+    threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="kvtier-redis")
+    )
 
     def ask(self, work: Callable[[Conversation], T]) -> Exchange[T]:
         """Begins an exchange."""
@@ -43,7 +44,7 @@ class Server:
 
     def close(self) -> None:
         """Closes its connections and lets its threads end. Idempotent."""
-        self.threads.close(wait=False)
+        self.threads.shutdown(wait=False, cancel_futures=True)
         self.client.connection_pool.disconnect()
 
 

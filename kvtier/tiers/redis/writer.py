@@ -9,7 +9,7 @@ from kvtier.memory.buffers import ReadableBuffer
 from kvtier.tiers.base import Item, WriteStatus
 from kvtier.tiers.redis.blocks import BlockFormat
 from kvtier.tiers.redis.commands import Command, set_value
-from kvtier.tiers.redis.exchange import Conversation, is_full, takes_no_writes
+from kvtier.tiers.redis.exchange import Conversation, is_full, refusal_of_writes
 from kvtier.tiers.redis.presence import presence
 from kvtier.tiers.redis.servers import Servers
 
@@ -34,7 +34,7 @@ class BlockWriter:
         self.refusal = ""
         """What a server said that took no writes."""
         self.read_only: list[int] = []
-        """Places of blocks that a replica refused."""
+        """Places of blocks that a server refused which can be read."""
         self.to_drop: list[bytes] = []
         """Names of parts of blocks that did not become whole, or were there already in other parts."""
         self.names = names
@@ -86,8 +86,8 @@ class BlockWriter:
 
         def work(talk: Conversation, batch: list[int]) -> list[int]:
             def take(i: int, answer: Any) -> None:
-                if takes_no_writes(answer):
-                    self._refuse(parts[batch[i]][0].place, answer)
+                if code := refusal_of_writes(answer):
+                    self._refuse(parts[batch[i]][0].place, code, answer)
                 else:
                     there.add(batch[i])
 
@@ -95,7 +95,7 @@ class BlockWriter:
                 set_value(block.names[i], bytes(block.parts[i + 1]), self._form.ttl_ms, anew=False)
                 for block, i in (parts[number] for number in batch)
             )
-            return [batch[i] for i in talk.ask(commands, take, takes_no_writes)]
+            return [batch[i] for i in talk.ask(commands, take, _is_refused)]
 
         names = [block.names[i] for block, i in parts]
         num_moved = servers.each("write", names, [len(block.parts[i + 1]) for block, i in parts], work, deadline)
@@ -114,12 +114,12 @@ class BlockWriter:
                 yield set_value(self.names[place], value, self._form.ttl_ms, anew=True)
 
         def take(i: int, answer: Any) -> None:
-            if takes_no_writes(answer):
-                self._refuse(places[i], answer)
+            if code := refusal_of_writes(answer):
+                self._refuse(places[i], code, answer)
             else:
                 self.statuses[places[i]] = WriteStatus.EXISTS if answer is None else WriteStatus.STORED
 
-        return [places[i] for i in talk.ask(commands(), take, takes_no_writes)]
+        return [places[i] for i in talk.ask(commands(), take, _is_refused)]
 
     def _most_stored_bytes(self, place: int) -> int:
         key, payload, _ = self._items[place]
@@ -132,9 +132,13 @@ class BlockWriter:
         parts = [stored[start : start + step] for start in range(0, len(stored) or 1, step)]
         return _Block(place, head, parts, self._form.further_parts(self.names[place], head))
 
-    def _refuse(self, place: int, refusal: Exception) -> None:
+    def _refuse(self, place: int, code: str, refusal: Exception) -> None:
         full = is_full(refusal)
         self.statuses[place] = WriteStatus.FULL if full else WriteStatus.FAILED
         if not full:
             self.read_only.append(place)
-        self.refusal = f"{'OOM' if full else 'READONLY'} {refusal}"
+        self.refusal = f"{code} {str(refusal).removeprefix(code).lstrip()}"
+
+
+def _is_refused(answer: object) -> bool:
+    return refusal_of_writes(answer) is not None

@@ -8,11 +8,11 @@ from pathlib import Path
 from disk_forgetting_rig import WAIT_S
 from disk_rig import opened
 from gated_files import GatedFiles
-from kvtier.system.io_threads import IoThreads
 from kvtier.testing.blocks import make_key, make_payload, summed
 from kvtier.testing.contract import read_blocks
 from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.disk.medium.files import OsFiles
+from kvtier.tiers.disk.medium.io_threads import IoThreads
 from pool_rig import BLUE, RED, until
 
 RED_BYTES, BLUE_BYTES = 8192, 4096

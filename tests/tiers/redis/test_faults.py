@@ -1,9 +1,11 @@
 """A Redis that dies, hangs or refuses: every call ends in time, with nothing wrong in it, and heals."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import redis
 
 from free_port import free_port
 from kvtier.metrics import Metrics
@@ -32,13 +34,22 @@ from transfers_rig import kill_during_transfers
 server = pytest.fixture(fresh_redis)
 
 
-def test_a_process_without_more_threads_has_its_calls_done_and_nothing_of_them_later(server: RedisServer) -> None:
-    tier = connect(server.url)
-    with no_more_threads():
-        assert tier.write(items(2)) == [WriteStatus.STORED] * 2
-        assert read_blocks(tier, KEYS[:3], BLOCK_BYTES) == [*PAYLOADS[:2], None]
-        assert tier.discard(KEYS[:1]) == 1
-    assert tier.lookup(KEYS[:2]) == [Status.MISS, Status.HIT]
+def test_a_call_without_a_thread_fails_and_nothing_of_it_is_done_later(server: RedisServer) -> None:
+    metrics = Metrics()
+    tier = connect(server.url, metrics=metrics)
+    assert tier.write(items(16)) == [WriteStatus.STORED] * 16
+    into = [memoryview(bytearray(BLOCK_BYTES)) for _ in KEYS]
+    with ThreadPoolExecutor(1) as other, server.stopped():
+        held = other.submit(tier.lookup, KEYS)  # by the one thread that there is
+        poll(lambda: tier._topology.servers(0.0)[0].threads._idle_semaphore._value == 0)
+        with no_more_threads():
+            assert tier.read(KEYS, into) == [Status.MISS] * 16
+        assert errors(metrics, "read", "UnavailableError") == 1
+        resume(server.process.pid)
+        assert held.result(WAIT_S) == [Status.HIT] * 16
+        assert tier.lookup(KEYS) == [Status.HIT] * 16, "and what was queued before it has had its turn"
+        assert not any(any(buffer) for buffer in into)
+    assert read_blocks(tier, KEYS, BLOCK_BYTES) == PAYLOADS
     tier.close()
 
 
@@ -170,6 +181,63 @@ def test_a_server_that_has_become_a_replica_refuses_writes_only(server: RedisSer
     assert read_blocks(tier, KEYS[:3], BLOCK_BYTES) == [None, *PAYLOADS[1:3]], "discarded as soon as it could be"
     with server.client() as client:
         assert client.dbsize() == 2
+    tier.close()
+
+
+def _follow_nobody(client: redis.Redis) -> None:
+    client.replicaof("127.0.0.1", str(free_port()))
+
+
+def _want_replicas(client: redis.Redis) -> None:
+    client.config_set("min-replicas-to-write", 1)
+
+
+def _forbid_writes(client: redis.Redis) -> None:
+    client.execute_command("ACL SETUSER default -set -getex")
+
+
+@pytest.mark.parametrize(
+    ("refuse", "allow", "code"),
+    [
+        (_follow_nobody, lambda client: client.replicaof("NO", "ONE"), "READONLY"),
+        (_want_replicas, lambda client: client.config_set("min-replicas-to-write", 0), "NOREPLICAS"),
+        (_forbid_writes, lambda client: client.execute_command("ACL SETUSER default +set +getex"), "NOPERM"),
+    ],
+    ids=["replica", "without replicas", "without rights"],
+)
+@pytest.mark.parametrize("max_value_bytes", [4 * MIB, 20_000])
+def test_a_server_that_refuses_writes_is_read_and_told(
+    server: RedisServer,
+    caplog: pytest.LogCaptureFixture,
+    refuse: Callable[[redis.Redis], None],
+    allow: Callable[[redis.Redis], object],
+    code: str,
+    max_value_bytes: int,
+) -> None:
+    """Blocks have a time to live, which a read would prolong."""
+    caplog.set_level("INFO", "kvtier")
+    metrics = Metrics()
+    tier = connect(
+        server.url,
+        metrics=metrics,
+        ttl_s=1000.0,
+        breaker=CircuitBreaker(1, 1000.0),
+        max_value_bytes=max_value_bytes,
+    )
+    assert tier.write(items(2)) == [WriteStatus.STORED] * 2
+    with server.client() as client:
+        refuse(client)
+        for _ in range(3):
+            assert tier.lookup(KEYS[:3]) == [Status.HIT] * 2 + [Status.MISS]
+            assert read_blocks(tier, KEYS[:3], BLOCK_BYTES) == [*PAYLOADS[:2], None]
+            assert tier.write(items(3)[2:]) == [WriteStatus.FAILED]
+        assert all_errors(metrics) == ["write ReadOnly"]
+        assert tier.problem() is None
+        allow(client)
+    assert tier.write(items(3)[2:]) == [WriteStatus.STORED]
+    lines = [record.getMessage() for record in caplog.records if "takes" in record.getMessage()]
+    assert f"takes no more blocks: {code} " in lines[0]
+    assert lines[-1] == "tier redis: takes writes again"
     tier.close()
 
 

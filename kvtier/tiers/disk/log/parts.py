@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvtier.identity.keys import TenantId
-from kvtier.system.io_threads import IoThreads
 from kvtier.tiers.common.lent_memory import LentMemory
+from kvtier.tiers.disk.medium.io_threads import IoThreads
 from kvtier.tiers.disk.medium.watch import HangWatch
 
 _Part = TypeVar("_Part")

@@ -12,11 +12,11 @@ import numpy.typing as npt
 from kvtier.codec.stored_form import encode_header
 from kvtier.events import EventKind
 from kvtier.identity.keys import StoreKey, TenantId, tenant_of
-from kvtier.system.io_threads import IoThreads
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.disk.log.format import Kind, purge_key
 from kvtier.tiers.disk.log.segments import NO_EPOCH
 from kvtier.tiers.disk.medium.health import MediumHealth
+from kvtier.tiers.disk.medium.io_threads import IoThreads
 from kvtier.tiers.disk.medium.watch import HangWatch
 from kvtier.tiers.disk.operations.appending import SegmentLog
 from kvtier.tiers.disk.reclaim.space import SpaceManager

@@ -6,7 +6,6 @@ from functools import partial
 
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.memory.pages import copy_bytes
-from kvtier.system.io_threads import IoThreads
 from kvtier.tiers.disk.log.buffers import Buffers, fill_pages, is_aligned
 from kvtier.tiers.disk.log.format import (
     PAGE,
@@ -26,6 +25,7 @@ from kvtier.tiers.disk.medium.descriptors import Descriptors
 from kvtier.tiers.disk.medium.files import FileLayer
 from kvtier.tiers.disk.medium.folder import DiskFolder
 from kvtier.tiers.disk.medium.health import MediumHealth
+from kvtier.tiers.disk.medium.io_threads import IoThreads
 from kvtier.tiers.disk.state.log_state import LogState
 
 Stamp = tuple[int, Kind]
