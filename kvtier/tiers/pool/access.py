@@ -1,5 +1,6 @@
 """What an engine needs to reach the cache pool, and the transport that comes of it."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -106,7 +107,9 @@ def _transport(access: PoolAccess, address: str, metrics: Metrics, connect_ahead
         metrics=metrics,
     )
     if connect_ahead:
-        threading.Thread(target=_connect, args=(socket,), name="kvtier-connect", daemon=True).start()
+        ahead = threading.Thread(target=_connect, args=(socket,), name="kvtier-connect", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the process may have no more threads: the first call connects
+            ahead.start()
     if access.shared_memory and address.startswith(UNIX_PREFIX) and memfd.available():
         return LocalTransport(socket, metrics=metrics)
     return socket
