@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from kvtier.errors import ConfigError
-from kvtier.net.address import GRPC_PREFIX, Address
+from kvtier.net.address import GRPC_PREFIX, Address, require_possible_name
 from kvtier.net.plain_url import OF_A_REDIS, require_no_credentials
 from kvtier.policies.admission_text import parse_admission
 
@@ -105,9 +105,13 @@ def _checked_pool_address(text: str) -> str:
 
 
 def _checked_http_address(text: str) -> str:
-    _, colon, port = text.rpartition(":")
+    host, colon, port = text.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"address {text!r}: use host:port; port 0 takes a free one")
+    try:
+        require_possible_name(host)
+    except ConfigError as error:
+        raise ValueError(f"address {text!r}: {error}") from error
     return text
 
 

@@ -40,7 +40,12 @@ class Address:
         host, colon, port = text.rpartition(":")
         if not colon or not host or "/" in host or not port.isascii() or not port.isdigit() or int(port) > 65535:
             raise ConfigError(f"address {text!r}: use host:port or unix:/path")
-        return cls(host=host.removeprefix("[").removesuffix("]"), port=int(port))
+        host = host.removeprefix("[").removesuffix("]")
+        try:
+            require_possible_name(host)
+        except ConfigError as error:
+            raise ConfigError(f"address {text!r}: {error}") from None
+        return cls(host=host, port=int(port))
 
     @property
     def is_of_this_machine(self) -> bool:
@@ -51,6 +56,16 @@ class Address:
         if self.path:
             return f"{UNIX_PREFIX}{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def require_possible_name(host: str) -> None:
+    """Raises `ConfigError` for a name that no host can have; asks nobody. Addresses pass, and an empty name."""
+    try:
+        host.encode("idna")  # as `socket.getaddrinfo` does
+    except UnicodeError:
+        raise ConfigError(
+            f"no host can have the name {host!r}: between its dots there must be 1 to 63 characters each time"
+        ) from None
 
 
 def is_loopback(host: str) -> bool:
@@ -93,7 +108,10 @@ def _resolve(address: Address, deadline: float) -> list[_SocketAddress]:
 
 
 def _look_up(address: Address, flags: int) -> list[_SocketAddress]:
-    answers = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
+    try:
+        answers = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
+    except UnicodeError as error:  # the name is one that no DNS could have
+        raise socket.gaierror(socket.EAI_NONAME, f"{address.host!r} is no host's name: {error}") from error
     return [(family, target) for family, _, _, _, target in answers]
 
 
