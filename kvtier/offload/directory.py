@@ -228,10 +228,13 @@ class Directory:
         """Starts writing down what is still owed, before a stop. Returns whether there is a point in waiting."""
         self._owed.settle_all()
         self._issue_stores()
-        return self._stores.num_blocks > 0 or (self._saves.num_blocks > 0 and self._owed.due > 0)
+        # A save holds room that what is due waits for, and its own blocks are owed only once they are copied.
+        waits_for_saves = self._owed.due > 0 or self._owed.owes_after_saves
+        return self._stores.num_blocks > 0 or (self._saves.num_blocks > 0 and waits_for_saves)
 
     def give_up(self) -> None:
-        """Counts what is owed as lost: `settle` had no more time."""
+        """Counts what is owed as lost, and what would be once it is copied: `settle` had no more time."""
+        self._owed.entered(self._saves.copying(), source="")
         for tier, num_blocks in self._owed.unpaid():
             self._metrics.evicted_unwritten.labels(tier).inc(num_blocks)
         self._owed.clear()

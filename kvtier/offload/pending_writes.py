@@ -57,6 +57,11 @@ class PendingWrites:
         return bool(self._selective or self._gates)
 
     @property
+    def owes_after_saves(self) -> bool:
+        """Whether some tier gets blocks from the device only after host memory has them."""
+        return len(self.at_once) < len(self._policies)
+
+    @property
     def late(self) -> int:
         """Blocks that wait for their eviction to come close."""
         return sum(map(len, self._late.values()))

@@ -131,6 +131,11 @@ class Saves:
             batch.forget = True
         return {entry.key for batch in self.batches.values() for entry in batch.entries}
 
+    def copying(self) -> list[BlockKey]:
+        """Returns the blocks that are still copied from the device, but for those that nothing will be kept of."""
+        batches = [batch for batch in self.batches.values() if batch.on_device and not batch.forget]
+        return [entry.key for batch in batches for entry in batch.entries]
+
     def check(self) -> None:
         """Verifies the bookkeeping; raises `InvariantError`."""
         saving = sum(len(batch.entries) for batch in self.batches.values())

@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 
-from hierarchy_rig import NAMESPACE, TENANT, Held, Rig, chain, memory_tier, pool_tier, until
+from hierarchy_rig import NAMESPACE, PATIENCE_S, TENANT, Held, Rig, chain, memory_tier, pool_tier, until
 from kvtier.device.block_pool import BlockPool
+from kvtier.device.kv import HostMemoryKV
 from kvtier.identity.keys import BlockKey, rank_keys
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.offload import Block, Cleaner, DirectorySettings, InventoryLog
@@ -43,6 +45,18 @@ def full(rig: Rig, hashes: list[BlockKey], first_slot: int = 0) -> None:
     """Blocks become full on the device, and what is due is done."""
     rig.hierarchy.save_full(blocks(hashes, first_slot))
     rig.settle()
+
+
+def held_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Copies from the device wait for what is returned."""
+    may_copy, gather = threading.Event(), HostMemoryKV.gather
+
+    def hold(device: HostMemoryKV, *args: Any, **options: Any) -> None:
+        assert may_copy.wait(PATIENCE_S)
+        gather(device, *args, **options)
+
+    monkeypatch.setattr(HostMemoryKV, "gather", hold)
+    return may_copy
 
 
 class Refusing(WrappedTier):
@@ -231,6 +245,37 @@ class TestTowardsTiersBelow:
         written = inner.usage().num_blocks
         assert rig.counter("evicted_unwritten", tier="pool") == 8 - written > 0
         inner.close()
+
+    @pytest.mark.parametrize("policy", [WRITE_BACK, SELECTIVE])
+    def test_a_stop_waits_for_what_is_still_copied_from_the_device(
+        self, pool: HostTier, monkeypatch: pytest.MonkeyPatch, policy: WritePolicy
+    ) -> None:
+        settings = DirectorySettings(tier_policies={"pool": policy}, selective_uses=1)
+        rig, hashes = Rig(pool, settings=settings), chain(8)
+        may_copy = held_copies(monkeypatch)
+        assert rig.hierarchy.save_full(blocks(hashes)) is not None
+        threading.Timer(0.2, may_copy.set).start()
+        rig.close()
+        assert in_tier(pool, hashes) == [True] * 8
+
+    def test_what_a_stop_has_no_time_to_copy_is_counted(self, pool: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
+        settings = DirectorySettings(tier_policies={"pool": WRITE_BACK})
+        rig, hashes = Rig(pool, settings=settings, settle_s=0.05), chain(8)
+        may_copy = held_copies(monkeypatch)
+        assert rig.hierarchy.save_full(blocks(hashes)) is not None
+        with ThreadPoolExecutor(1) as other:
+
+            def open_when_counted() -> None:
+                try:
+                    until(lambda: rig.counter("evicted_unwritten", tier="pool") > 0 or None)
+                finally:
+                    may_copy.set()
+
+            opening = other.submit(open_when_counted)
+            rig.hierarchy.close()
+            opening.result()
+        assert rig.counter("evicted_unwritten", tier="pool") == 8
+        assert in_tier(pool, hashes) == [False] * 8
 
 
 class TestTowardsHostMemory:
