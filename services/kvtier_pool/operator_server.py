@@ -94,10 +94,16 @@ class OperatorServer:
             has_room = len(self._open) < _MOST_AT_ONCE
             if has_room:
                 self._open[connection] = thread
-        if has_room:
-            thread.start()
-        else:
+        if not has_room:
             _refuse(connection, "this pool serves enough operators at the moment: try later")
+            return
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread is to be had
+            with self._lock:
+                del self._open[connection]
+            _log.warning("cannot accept an operator's connection: %s", error)
+            _refuse(connection, "this pool can have no more threads at the moment: try later")
 
     def _serve(self, connection: socket.socket) -> None:
         with connection:

@@ -130,6 +130,27 @@ def test_it_pauses_after_an_accept_that_failed_and_stops_meanwhile(monkeypatch: 
     assert len(tries) == 1
 
 
+@pytest.mark.usefixtures("server")
+def test_an_operator_for_whom_no_thread_is_to_be_had_is_told_so_and_the_next_one_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "kvtier-operator-call":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with operator() as connection:
+            assert "no more threads" in str((Lines(connection).receive() or {})["error"])
+    assert "can't start new thread" in caplog.text
+    with operator() as connection:
+        send(connection, {**REQUEST, "file": str(tmp_path / "trace")})
+        assert "recording" in (Lines(connection).receive() or {})
+
+
 def test_a_stop_does_not_wait_for_a_disk_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
