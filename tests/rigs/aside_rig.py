@@ -30,6 +30,14 @@ def disk(settings: str, on_event: EventSink, metrics: Metrics) -> list[Tier]:
     return [DiskTier.open(folder, capacity_bytes, reserve_bytes=0, on_event=on_event, metrics=metrics)]
 
 
+def held_disk(settings: str, on_event: EventSink, metrics: Metrics) -> list[Tier]:
+    """A disk tier that takes its time to open: until a file is gone that the settings name."""
+    folder, capacity_bytes, held = json.loads(settings)
+    while Path(held).exists():
+        time.sleep(0.01)
+    return disk(json.dumps([folder, capacity_bytes]), on_event, metrics)
+
+
 def memory(settings: str, on_event: EventSink, metrics: Metrics) -> list[Tier]:
     """Memory of the process itself: forgotten when it ends."""
     return [HostTier(int(settings), slab_bytes=64 * 1024, name="memory", on_event=on_event)]
@@ -137,10 +145,16 @@ def start(
     on_event: EventSink = ignore_event,
     metrics: Metrics | None = None,
     call_timeout_s: float = 10.0,
+    close_timeout_s: float = 20.0,
 ) -> TierProcess:
     return TierProcess(
         SharedMemory(arena.descriptor, arena.memory),
-        ProcessSettings(factory=f"aside_rig:{factory}", settings=settings, call_timeout_s=call_timeout_s),
+        ProcessSettings(
+            factory=f"aside_rig:{factory}",
+            settings=settings,
+            call_timeout_s=call_timeout_s,
+            close_timeout_s=close_timeout_s,
+        ),
         on_event=on_event,
         metrics=metrics or Metrics(),
     )

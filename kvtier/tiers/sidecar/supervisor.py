@@ -77,8 +77,12 @@ class TierProcess:
         self._lock = threading.Lock()
         self._child: ChildProcess | None = None
         """The process that serves; all that its tiers held at its start has been told. Guarded by _lock."""
+        self._opening: ChildProcess | None = None
+        """The process that opens its tiers, and does not serve yet. Guarded by _lock."""
         self._owed = PendingDiscards()
         """Keys that the next process is to forget before it serves. Guarded by _lock."""
+        self._forgetting = False
+        """Whether the process that opens is being told what is owed. Guarded by _lock."""
         self._closing = threading.Event()
         self._closed = False
         """Guarded by _lock."""
@@ -149,13 +153,22 @@ class TierProcess:
                 self._owed.add_prefix(tier, prefix)
 
     def close(self) -> None:
-        """Closes the tiers and ends the process. Call it after the last call. Idempotent."""
+        """Closes the tiers and ends the process. Call it after the last call. Idempotent.
+
+        One that opens its tiers yet has nothing to write, and is killed: at once, or after the time that closing may
+        take when there is something that it should forget.
+        """
         with self._lock:
             first, self._closed = not self._closed, True
             self._closing.set()
-            child = self._child
+            child, opening = self._child, self._opening
+            is_owed = bool(self._owed) or self._forgetting
         if first and child is not None:
             child.close(self._settings.close_timeout_s)
+        elif opening is not None:
+            if is_owed:
+                self._thread.join(self._settings.close_timeout_s)
+            opening.kill()
         self._thread.join()
         self._shared = None
         if first and self._owed:
@@ -205,6 +218,8 @@ class TierProcess:
             try:
                 return self._start()
             except (OSError, KvtierError) as error:
+                if self._closing.is_set():
+                    break
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
                 _log.error("no tier process, next try in %.1f s: %s", pause_s, str(error))
         return None
@@ -215,6 +230,10 @@ class TierProcess:
         inventory = OpeningInventory(self._on_event)
         child = ChildProcess(EventReceiver(inventory.on_event, self._metrics), settings.hidden_environ)
         try:
+            with self._lock:
+                if self._closing.is_set():
+                    raise ClosedError("the tier process is closed")
+                self._opening = child
             child.open(self._shared, settings.factory, settings.settings, settings.start_timeout_s, settings.log_format)
             self._let_serve(child, inventory)
         except BaseException:
@@ -222,6 +241,9 @@ class TierProcess:
             child.wait()
             child.end_news()
             raise
+        finally:
+            with self._lock:
+                self._opening, self._forgetting = None, False
         if self._closing.is_set():
             child.kill()  # it has nothing to write yet
         return child
@@ -235,6 +257,7 @@ class TierProcess:
                     self._child = child
                     return
                 owed, self._owed = self._owed, PendingDiscards()
+                self._forgetting = bool(owed)
             try:
                 self._forget(child, owed.of(inventory.keys))
             except BaseException:

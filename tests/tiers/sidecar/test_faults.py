@@ -21,6 +21,7 @@ from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, make_payload, summed
 from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.sidecar import SidecarTier, TierProcess
 from suspending import suspend
 
@@ -130,6 +131,47 @@ def test_close_while_there_is_no_process(tmp_path: Path, arena: Arena) -> None:
         process.call("usage", {"tier": "disk"})  # type: ignore[arg-type]
     process.close()
     assert process.pid is None
+
+
+@pytest.mark.parametrize("is_owed", [False, True], ids=["nothing owed", "discards owed"])
+def test_close_waits_for_no_tiers_that_are_slow_to_open(is_owed: bool, tmp_path: Path, arena: Arena) -> None:
+    held = tmp_path / "held"
+    settings = json.dumps([str(tmp_path / "disk"), MIB, str(held)])
+    process = start(arena, "held_disk", settings, close_timeout_s=0.2 if is_owed else PATIENCE_S)
+    tier, pid = SidecarTier("disk", process), pid_of(process)
+    held.touch()
+    os.kill(pid, signal.SIGKILL)
+    try:
+        until(lambda: any(child.pid != pid for child in psutil.Process().children()), "another process is started")
+        assert not is_owed or tier.discard([KEY]) == 0
+        with ThreadPoolExecutor(1) as threads:
+            try:
+                threads.submit(process.close).result(PATIENCE_S / 2)
+            finally:
+                held.unlink()
+    finally:
+        process.close()
+    assert not psutil.Process().children()
+
+
+def test_close_gives_a_process_that_opens_time_to_forget_what_is_owed(tmp_path: Path, arena: Arena) -> None:
+    held, folder = tmp_path / "held", tmp_path / "disk"
+    process = start(arena, "held_disk", json.dumps([str(folder), MIB, str(held)]))
+    tier, pid = SidecarTier("disk", process), pid_of(process)
+    arena.view(0)[:] = make_payload("a", BLOCK_BYTES)
+    assert tier.write([summed(KEY, arena.view(0))]) == [WriteStatus.STORED]
+    held.touch()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: process._opening is not None, "another process opens its tiers")
+    assert tier.discard([KEY]) == 0
+    with ThreadPoolExecutor(1) as threads:
+        closed = threads.submit(process.close)
+        until(process._closing.is_set, "close has begun")
+        held.unlink()
+        closed.result(PATIENCE_S)
+    found = DiskTier.open(folder, MIB, reserve_bytes=0)
+    assert found.lookup([KEY]) == [Status.MISS]
+    found.close()
 
 
 def test_killed_again_and_again(arena: Arena) -> None:
