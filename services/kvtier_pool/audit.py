@@ -76,7 +76,9 @@ class AuditLog:
     def start(self) -> None:
         """Opens the file, and starts the thread. `OSError`: it cannot be written."""
         self._handler: logging.Handler = (
-            _Stderr() if self._file is None else _File(self._file, self._max_bytes, self._metrics.audit_lost.inc)
+            _Stderr(self._metrics.audit_lost.inc)
+            if self._file is None
+            else _File(self._file, self._max_bytes, self._metrics.audit_lost.inc)
         )
         self._thread.start()
 
@@ -132,8 +134,7 @@ class AuditLog:
             self._sum_up(everything=is_over)
         while not self._lines.empty():
             self._write(self._lines.get_nowait() or "")
-        with contextlib.suppress(OSError):  # what the medium had refused is refused again
-            self._handler.close()
+        self._handler.close()
 
     def _sum_up(self, *, everything: bool) -> None:
         """Writes what has repeated in windows that are over."""
@@ -155,8 +156,13 @@ class AuditLog:
             self._write(_line(event, fields, self._among))
 
     def _write(self, line: str) -> None:
-        if line:
-            self._handler.handle(logging.LogRecord(__name__, logging.INFO, "", 0, "%s", (line,), None))
+        if not line:
+            return
+        record = logging.LogRecord(__name__, logging.INFO, "", 0, "%s", (line,), None)
+        try:
+            self._handler.handle(record)
+        except Exception:  # whatever happens to one line, the thread goes on to the next
+            self._handler.handleError(record)
 
 
 def _line(event: str, fields: Mapping[str, object], among: Mapping[str, str]) -> str:
@@ -168,8 +174,14 @@ def _line(event: str, fields: Mapping[str, object], among: Mapping[str, str]) ->
 
 
 class _Stderr(logging.StreamHandler[IO[str]]):
-    def __init__(self) -> None:
+    """Standard error. What fails is counted; a line of the log about it would go the same way."""
+
+    def __init__(self, on_lost: Callable[[], None]) -> None:
+        self._on_lost = on_lost
         super().__init__(sys.stderr)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        self._on_lost()
 
 
 class _File(RotatingFileHandler):
@@ -192,12 +204,19 @@ class _File(RotatingFileHandler):
             self.close()  # the next one is opened by the handler, and what fails there is handled as all else
         super().emit(record)
 
+    def close(self) -> None:
+        """Lets go of the file, which holds this line up no more than the next: what the medium refused of earlier ones,
+        and refuses again, was counted then."""
+        with contextlib.suppress(OSError, ValueError):
+            super().close()
+
     def _has_moved(self, stream: IO[str]) -> bool:
+        if stream.closed:  # a rotation that failed has left it so
+            return True
         try:
-            named = os.stat(self.baseFilename)
+            named, written = os.stat(self.baseFilename), os.fstat(stream.fileno())
         except OSError:  # removed, or in a folder that is gone: a new one is made if that can be
             return True
-        written = os.fstat(stream.fileno())
         return (named.st_dev, named.st_ino) != (written.st_dev, written.st_ino)
 
     def handleError(self, record: logging.LogRecord) -> None:

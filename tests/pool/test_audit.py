@@ -2,10 +2,12 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -297,4 +299,68 @@ def test_lines_that_a_full_medium_refuses_are_counted() -> None:
     log.start()
     log.note("first")
     until(lambda: registry.get_sample_value("kvtier_pool_audit_lines_lost_total") == 1)
+    log.stop()
+
+
+def test_a_log_that_filled_its_disk_goes_on_in_the_next_file(tmp_path: Path) -> None:
+    """What the full one refused is refused once more when the log lets go of it."""
+    registry, path = CollectorRegistry(), tmp_path / "audit.jsonl"
+    path.symlink_to("/dev/full")
+    log = AuditLog(path, PoolMetrics(registry))
+    log.start()
+    log.note("lost")
+    until(lambda: registry.get_sample_value("kvtier_pool_audit_lines_lost_total") == 1)
+    path.unlink()
+    log.note("kept")
+    log.note("kept, too")
+    log.stop()
+    assert [line["event"] for line in lines(path)] == ["kept", "kept, too"]
+    assert registry.get_sample_value("kvtier_pool_audit_lines_lost_total") == 1
+
+
+def test_a_log_goes_on_after_a_rotation_that_failed(tmp_path: Path) -> None:
+    """A disk that is full when the file is closed for its new name leaves it closed."""
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path, PoolMetrics(CollectorRegistry()))
+    log.start()
+    log.note("first")
+    until(lambda: bool(path.read_text()))
+    log._handler.stream.close()  # type: ignore[attr-defined]
+    log.note("second")
+    log.stop()
+    assert [line["event"] for line in lines(path)] == ["first", "second"]
+
+
+@pytest.mark.parametrize("medium", ["a file", "standard error"])
+def test_whatever_happens_to_a_line_the_next_one_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], medium: str
+) -> None:
+    registry, path = CollectorRegistry(), tmp_path / "audit.jsonl"
+    log = AuditLog(path if medium == "a file" else None, PoolMetrics(registry))
+    log.start()
+    emit = log._handler.emit
+
+    def fail_once(record: Any) -> None:
+        log._handler.emit = emit  # type: ignore[method-assign]
+        raise ValueError("of no kind that anybody expects")
+
+    log._handler.emit = fail_once  # type: ignore[method-assign]
+    log.note("lost")
+    until(lambda: registry.get_sample_value("kvtier_pool_audit_lines_lost_total") == 1)
+    log.note("kept")
+    log.stop()
+    written = path.read_text() if medium == "a file" else capsys.readouterr().err
+    assert '"kept"' in written
+    assert '"lost"' not in written
+
+
+def test_a_standard_error_that_is_closed_loses_lines_and_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, closed = CollectorRegistry(), io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    log = AuditLog(None, PoolMetrics(registry))
+    log.start()
+    for number in range(1, 3):
+        log.note("lost")
+        until(lambda number=number: registry.get_sample_value("kvtier_pool_audit_lines_lost_total") == number)  # type: ignore[misc]
     log.stop()
