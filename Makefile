@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 unexport TRITON_INTERPRET
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test lint unit gpu gpu-wheels test-model test-triton test-compose test-vllm .venv/vllm test-vllm-0.32 .venv/vllm-0.32 test-sglang .venv/sglang soak soak-weights soak-kernels soak-sweeps chaos fuzz bench peers proto lock sbom clean
+.PHONY: demo test lint unit gpu gpu-wheels test-model test-triton test-compose test-vllm .venv/vllm test-vllm-previous .venv/vllm-0.32 test-sglang .venv/sglang soak soak-weights soak-kernels soak-sweeps chaos fuzz bench peers proto lock sbom clean
 
 demo: .venv/engine.stamp
 	$(BIN)/kvtier demo $(DEMO_ARGS)
@@ -64,7 +64,7 @@ test-vllm: .venv/vllm
 
 # The release before: a part of the tests, which reaches every call between vLLM and the connector. About 3 minutes.
 OLDER := test_kinds test_plugin test_pool test_request_keys test_secondary_tier test_settings test_states test_weight_hooks
-test-vllm-0.32: .venv/vllm-0.32
+test-vllm-previous: .venv/vllm-0.32
 	KVTIER_TEST_VLLM=1 $</bin/python -m pytest -p no:asyncio -n 2 --dist loadfile --no-loadscope-reorder \
 		$(PYTEST_ARGS) tests/vllm/upstream $(OLDER:%=tests/vllm/%.py)
 

@@ -125,7 +125,10 @@ def _look_up_in_time(address: Address, deadline: float) -> list[_SocketAddress]:
         except OSError as error:
             answers.put(error)
 
-    threading.Thread(target=ask, name="kvtier-resolve", daemon=True).start()
+    try:
+        threading.Thread(target=ask, name="kvtier-resolve", daemon=True).start()
+    except RuntimeError as error:
+        raise OSError(f"no thread to look {address.host} up with: {error}") from None
     try:
         answer = answers.get(timeout=max(0.0, deadline - MONOTONIC()))
     except queue.Empty:
