@@ -29,7 +29,10 @@ class PromptTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> npt.NDArray[np.int32]:
         """Token ids of a text, with the model's own leading tokens (BOS) where it has some and they are wanted."""
-        return np.array(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
+        # `Tokenizer.encode` holds the GIL to its end, which is seconds for a long text; what encodes several texts lets
+        # go of it, and takes half the time.
+        encoded = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return np.array(encoded.ids, dtype=np.int32)
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """A conversation in the model's chat template, up to where the assistant begins. To be encoded without the

@@ -1,14 +1,19 @@
 """Tokens to text while they come, and stop sequences: whatever the pieces, the text is that of the whole."""
 
 import codecs
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from kvtier.text.prompts import PromptTokenizer
 from kvtier_engine.text.answer_text import AnswerText
 from kvtier_engine.text.detokenizer import (
     ByteLevelDetokenizer,
@@ -139,6 +144,63 @@ def test_a_folder_s_tokenizer_knows_its_way(tmp_path: Path, tokenizer: Tokenizer
     ids = chat.encode(" the emoji 👩 ends").tolist()
     assert chat.decode(ids) == decode(tokenizer, ids)
     assert chat.decode(ids[:-9]) == decode(tokenizer, ids[:-9])
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE])
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_prompts_have_the_tokens_that_a_tokenizer_gives_them(
+    tmp_path: Path, tokenizer: Tokenizer, add_special_tokens: bool
+) -> None:
+    own = Tokenizer.from_str(tokenizer.to_str())
+    begin = own.get_added_tokens_decoder()[min(own.get_added_tokens_decoder())].content
+    own.post_processor = processors.TemplateProcessing(f"{begin} $A", None, [(begin, own.token_to_id(begin))])
+    own.save(str(tmp_path / "tokenizer.json"))
+    prompts = PromptTokenizer(tmp_path)
+    for text in ("", " ", EMOJI, "the end.</s> two words 日本<|end|>", "a " * 5000):
+        expected = own.encode(text, add_special_tokens=add_special_tokens).ids
+        assert prompts.encode(text, add_special_tokens=add_special_tokens).tolist() == expected
+
+
+def test_other_threads_run_while_a_long_prompt_is_tokenised(tmp_path: Path) -> None:
+    BYTE_LEVEL.save(str(tmp_path / "tokenizer.json"))
+    prompts, done, turns = PromptTokenizer(tmp_path), threading.Event(), 0
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not done.wait(0.001):
+            turns += 1
+
+    other = threading.Thread(target=take_turns)
+    other.start()
+    try:
+        before = turns
+        prompts.encode("ab " * 400_000)
+        after = turns
+    finally:
+        done.set()
+        other.join()
+    assert after - before >= 5, "it gets one or two between steps of Python's own"
+
+
+def test_tokenising_starts_no_threads_that_a_fork_would_lose(tmp_path: Path) -> None:
+    BYTE_LEVEL.save(str(tmp_path / "tokenizer.json"))
+    program = """
+import os, pathlib, sys
+from kvtier.text.prompts import PromptTokenizer
+prompts = PromptTokenizer(pathlib.Path(sys.argv[1]))
+num_threads = len(os.listdir("/proc/self/task"))
+prompts.encode("a " * 100_000)
+assert len(os.listdir("/proc/self/task")) == num_threads
+child = os.fork()
+if not child:
+    os._exit(len(prompts.encode("abc")))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    environ = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "3\n", "")
 
 
 ALPHABET = "ab"
