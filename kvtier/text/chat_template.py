@@ -49,13 +49,13 @@ class ChatTemplate:
         template = self._templates.get(_WITH_TOOLS if tools else _DEFAULT, self._templates.get(_DEFAULT))
         if template is None:
             raise InvalidInputError("this model has no chat template: use /v1/completions")
-        if not self._knows_tools:
-            messages, tools = as_plain_turns(messages, tools or ()), None
         try:
+            if not self._knows_tools:
+                messages, tools = as_plain_turns(messages, tools or ()), None
             return template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=True, **self._special_texts
             )
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
+        except Exception as error:  # filters raise whatever Python does for a message of another form
             raise InvalidInputError(f"the model's chat template refuses these messages: {error}") from error
 
 

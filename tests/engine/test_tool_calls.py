@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from kvtier.errors import InvalidInputError
 from kvtier.text.chat_template import ChatTemplate
 from kvtier.text.tool_calls import HERMES, LLAMA, CallReader, CallStyle
 from kvtier_engine.text.answer_grammar import HeldCalls, grammar_of_answers
@@ -178,3 +179,20 @@ def test_templates_without_tools_get_plain_turns(tmp_path: Path) -> None:
     results = [f"<tool_response>\n{result}\n</tool_response>\n" for result in (14, 15)]
     assert text.endswith(f"{said}[user] {''.join(results)}")
     assert template.render(CONVERSATION[:1], None) == "[user] Hi\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("plain", {}),
+        ("plain", {"content": "a"}),
+        *(("plain", {"role": "assistant", "content": "a", "tool_calls": calls}) for calls in (5, [5], [{}])),
+        ("plain", {"role": "assistant", "content": "a", "tool_calls": [{"function": {}}]}),
+        ("{{ tools }}{{ messages[0].tool_calls | dictsort }}", {"tool_calls": 5}),
+        ("{{ tools }}{{ 'a'.center(messages[0].content) }}", {"content": 10**30}),
+    ],
+)
+def test_messages_that_a_template_cannot_take_are_refused(tmp_path: Path, source: str, message: dict[str, Any]) -> None:
+    template = ChatTemplate(tmp_path, {"chat_template": source})
+    with pytest.raises(InvalidInputError):
+        template.render([message], None)
