@@ -72,6 +72,8 @@ def test_what_a_client_may_say_of_its_own_blocks() -> None:
             b'{"messages": [{"content": [{"type": "image_url", "image_url": "x"}]}]}',
             "messages[0].content",
         ),
+        (b'{"messages": [{"content": [{"type": []}]}]}', "messages[0].content"),
+        (b'{"messages": [{"content": "x"}, {"content": [{"type": {}, "text": "x"}]}]}', "messages[1].content"),
         (b"[]", None),
         (b'{"prompt": "a secret", "x": NaN}', None),
         (b'{"prompt": "a secret"', None),

@@ -28,5 +28,6 @@ OWN = frozenset(
     "mm_processor_kwargs media_io_kwargs extra_body custom_params".split()
 )
 """What clients may not set: it is taken out of their requests."""
-TEXT_PARTS = frozenset(("text", "refusal"))
-"""The kinds of parts of messages that hold nothing but text."""
+TEXT_PARTS = ("text", "refusal")
+"""The kinds of parts of messages that hold nothing but text. Not a set: a client may send a list where a kind belongs,
+which has no hash."""
