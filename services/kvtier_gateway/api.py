@@ -20,7 +20,7 @@ from kvtier_gateway.http.api_errors import SERVER, ApiError, retry_after
 from kvtier_gateway.http.bodies import BodyRoom, clean, parse, read_body
 from kvtier_gateway.http.parameters import CHAT, COMPLETIONS
 from kvtier_gateway.http.stalls import Stalls
-from kvtier_gateway.keying.prompts import Prompts
+from kvtier_gateway.keying.prompts import Asked, Prompts
 from kvtier_gateway.keys import ApiKeys, Client
 from kvtier_gateway.metrics import GatewayMetrics
 from kvtier_gateway.routing.values import Key
@@ -148,9 +148,8 @@ class Api:
                 for engine in alike[:1]:
                     body_for(engine)
 
-            prompt = await self._prompts.read(
-                cleaned.fields, self._dispatching.strategy.reads, rights.tenant, session, alike, meanwhile
-            )
+            asked = Asked(cleaned.fields, holding.nbytes, rights.tenant, session)
+            prompt = await self._prompts.read(asked, self._dispatching.strategy.reads, alike, meanwhile)
             outgoing = Outgoing(path, body_for, caller.identity, request.headers.get("traceparent"))
             self._metrics.own_seconds.observe(MONOTONIC() - read_s)
             return await self._forwarding.forward(request, outgoing, self._dispatching.route(prompt, cleaned.model))

@@ -1,6 +1,10 @@
 """Tokens as engines make them, and what the gateway reads on engines' pages."""
 
 import asyncio
+import json
+import threading
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +21,14 @@ from kvtier_gateway.engines.engine import Engine, KeyForm
 from kvtier_gateway.engines.page import key_form_in, loads_in
 from kvtier_gateway.engines.prices import LearnedPrices
 from kvtier_gateway.keying.pool import PoolLookup
-from kvtier_gateway.keying.prompts import Prompts
+from kvtier_gateway.keying.prompts import Asked, Prompts
 from kvtier_gateway.keying.tenants import ChainMemory, TenantHashers, short_keys
 from kvtier_gateway.keying.tokenising import PromptTokens
 from kvtier_gateway.metrics import GatewayMetrics
 from kvtier_gateway.routing.values import Reads
 
 LABELS = 'engine="0",model_name="m"'
+ODD_CALLS: list[Any] = [5, [5], [{}], [{"function": 5}], [{"function": {}}], [{"function": {"name": "f"}}], {"a": 5}]
 
 
 @pytest.fixture
@@ -82,6 +87,8 @@ def test_keys_of_prompts_that_go_on_or_part_are_those_of_an_engine(most_bytes: i
         {"prompt": [True]},
         {"messages": ["a"]},
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"content": "a"}]},
+        *({"messages": [{"role": "assistant", "content": "a", "tool_calls": calls}]} for calls in ODD_CALLS),
         {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
     ],
 )
@@ -90,21 +97,73 @@ def test_prompts_that_nobody_knows_the_tokens_of(folder: Path, fields: dict[str,
     assert PromptTokens(folder, 1 << 20).of_request({"prompt": [3, 5]}) is not None
 
 
-def test_who_asks_for_an_adapter_has_no_keys(folder: Path) -> None:
-    """Blocks that are computed with it have others."""
+def test_a_list_of_texts_takes_no_memory_for_each_as_long_as_the_longest(folder: Path) -> None:
+    tokens = PromptTokens(folder, 1 << 20)
+    tracemalloc.start()
+    try:
+        for prompt in (["x" * 10_000, *["a"] * 1000], [["x" * 10_000, *["a"] * 1000]]):
+            assert tokens.of_request({"prompt": prompt}) is None
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+@pytest.fixture
+def prompts(folder: Path) -> Iterator[Prompts]:
+    """Of a tenant "red"."""
     data = {"tenants": {"red": {"secret": "env:SECRET"}}}
     config = parse_config(data, source="test", folder=folder, environ={"SECRET": "a secret of the test"})
     pool = PoolLookup(config, GatewayMetrics(CollectorRegistry()), 1.0)
     prompts = Prompts(PromptTokens(folder, 1 << 20), TenantHashers(config), pool)
-    table = GatewayEngineConfig(url="http://127.0.0.1:8000")
-    form = KeyForm(4, frozenset([NamespaceId(bytes(16))]))
-    engines = [Engine(table.url, table, key_form=form, adapters=frozenset(["lora"]))]
-    for model, num_keys in (("base", 2), ("lora", None)):
-        fields = {"model": model, "prompt": "nine bytes"}
-        prompt = asyncio.run(prompts.read(fields, Reads.KEYS, "red", None, engines))
-        assert (None if prompt.keys is None else len(prompt.keys)) == num_keys
+    yield prompts
     prompts.close()
     pool.close()
+
+
+def one_engine() -> list[Engine]:
+    table = GatewayEngineConfig(url="http://127.0.0.1:8000")
+    form = KeyForm(4, frozenset([NamespaceId(bytes(16))]))
+    return [Engine(table.url, table, key_form=form, adapters=frozenset(["lora"]))]
+
+
+def asked(fields: dict[str, Any]) -> Asked:
+    return Asked(fields, len(json.dumps(fields)), "red")
+
+
+def test_who_asks_for_an_adapter_has_no_keys(prompts: Prompts) -> None:
+    """Blocks that are computed with it have others."""
+    for model, num_keys in (("base", 2), ("lora", None)):
+        fields = {"model": model, "prompt": "nine bytes"}
+        prompt = asyncio.run(prompts.read(asked(fields), Reads.KEYS, one_engine()))
+        assert (None if prompt.keys is None else len(prompt.keys)) == num_keys
+
+
+@pytest.mark.parametrize(
+    ("fields", "by_the_loop"),
+    [
+        ({"prompt": "a" * 1000}, True),
+        ({"prompt": "a" * 9000}, False),
+        ({"prompt": [10_000] * 8000}, True),
+        ({"prompt": [10_000] * 9000}, False),
+        ({"messages": [{"role": "user", "content": "a" * 1000}]}, True),
+        ({"messages": [{"role": "user", "content": "a" * 9000}]}, False),
+        ({"messages": [{"role": "a" * 9000, "content": "a"}]}, False),
+        ({"messages": [{"role": "user", "content": ""}] * 1000}, False),
+        (
+            {"messages": [{"role": "user", "content": "a", "tool_calls": [{"function": {"arguments": "a" * 9000}}]}]},
+            False,
+        ),
+        ({"messages": [{"role": "user", "content": "a" * 9000}], "tools": [{}]}, True),
+    ],
+)
+def test_the_event_loop_tokenises_nothing_long(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], by_the_loop: bool
+) -> None:
+    threads = []
+    monkeypatch.setattr(PromptTokens, "of_request", lambda _, fields: threads.append(threading.current_thread()))
+    asyncio.run(prompts.read(asked(fields), Reads.KEYS, one_engine()))
+    assert [thread is threading.current_thread() for thread in threads] == [by_the_loop]
 
 
 def test_the_pages_of_engines() -> None:

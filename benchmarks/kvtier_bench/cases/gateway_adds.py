@@ -30,7 +30,7 @@ from kvtier_gateway.engines.session import EngineSession
 from kvtier_gateway.http.bodies import clean, parse
 from kvtier_gateway.http.parameters import CHAT
 from kvtier_gateway.keying.pool import PoolLookup
-from kvtier_gateway.keying.prompts import Prompts
+from kvtier_gateway.keying.prompts import Asked, Prompts
 from kvtier_gateway.keying.tenants import TenantHashers, short_keys
 from kvtier_gateway.keying.tokenising import PromptTokens
 from kvtier_gateway.metrics import GatewayMetrics
@@ -85,7 +85,8 @@ class _Rig:
             bodies.append(cleaned.for_engine(alike[0].config.isolation, self.tenant))
 
         reads = self._dispatching.strategy.reads
-        prompt = await self.prompts.read(cleaned.fields, reads, self.tenant, None, alike, meanwhile)
+        asked = Asked(cleaned.fields, len(body), self.tenant)
+        prompt = await self.prompts.read(asked, reads, alike, meanwhile)
         assert prompt.num_in_pool, "the pool has this prompt"
         route = self._dispatching.route(prompt, cleaned.model)
         assert route.next() is not None, "all engines are up"

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvtier.identity.keys import BlockHasher, BlockKey
@@ -18,11 +19,23 @@ _CHARACTERS_PER_TOKEN = 4
 _THREADS = 2
 _CHAINS_BYTES = 64 << 20
 _SHORT = 8192
-"""Characters, or token ids, that are tokenised and hashed at once: about a millisecond where they are all new."""
+"""Bytes of a request, or token ids, that are tokenised and hashed at once: some 2 ms where they are all new."""
 
 
 def _nothing(keys: Sequence[Key]) -> None:
     """Nothing is to be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a client asks for."""
+
+    fields: Mapping[str, Any]
+    """The request as clients send it, for either route."""
+    num_bytes: int
+    """The length of its body."""
+    tenant: str
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +55,26 @@ class Prompts:
 
     async def read(
         self,
-        fields: Mapping[str, Any],
+        asked: Asked,
         reads: Reads,
-        tenant: str,
-        session: str | None,
         engines: Collection[Engine],
         meanwhile: Callable[[Sequence[Key]], None] = _nothing,
     ) -> Prompt:
         """What can be said of a request.
 
-        :param fields: the request as clients send it, for either route.
         :param reads: what the strategy looks at; nothing else is made.
         :param engines: those that may get it; keys are those of most of them.
         :param meanwhile: gets the keys where there are any, while the pool answers.
         """
-        model = fields.get("model")
+        model, tenant, session = asked.fields.get("model"), asked.tenant, asked.session
         adapter = model if isinstance(model, str) else ""
         if reads is Reads.NOTHING:
             return Prompt(adapter=adapter, session=session, tenant=tenant)
         if reads is Reads.KEYS and not any(adapter in engine.adapters for engine in engines):
             form = _form_of_most(engines)
-            keyed = await self._keyed(fields, tenant, form)
+            keyed = await self._keyed(asked, form)
             if keyed is not None and form is not None:
-                asked = self._pool.num_leading(tenant, keyed.keys, form.namespaces)
+                in_pool = self._pool.num_leading(tenant, keyed.keys, form.namespaces)
                 keys = short_keys(keyed.keys)
                 meanwhile(keys)
                 return Prompt(
@@ -72,12 +82,12 @@ class Prompts:
                     tokens=keyed.tokens,  # type: ignore[arg-type] # an array is a sequence in all that is asked of it
                     keys=keys,
                     tokens_per_block=form.tokens_per_block,
-                    num_in_pool=await asked,
+                    num_in_pool=await in_pool,
                     adapter=adapter,
                     session=session,
                     tenant=tenant,
                 )
-        text = "".join(_texts(fields))
+        text = "".join(_texts(asked.fields))
         num_tokens = len(text) // _CHARACTERS_PER_TOKEN
         return Prompt(num_tokens=num_tokens, text=text, adapter=adapter, session=session, tenant=tenant)
 
@@ -85,13 +95,12 @@ class Prompts:
         """Waits for what is under way."""
         self._threads.shutdown(cancel_futures=True)
 
-    async def _keyed(self, fields: Mapping[str, Any], tenant: str, form: KeyForm | None) -> _Keyed | None:
-        hasher = None if form is None else self._hashers.of(tenant, form.tokens_per_block)
+    async def _keyed(self, asked: Asked, form: KeyForm | None) -> _Keyed | None:
+        hasher = None if form is None else self._hashers.of(asked.tenant, form.tokens_per_block)
         if self._tokens is None or hasher is None:
             return None
-        if _is_short(fields):
-            return self._look(self._tokens, hasher, fields)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._look, self._tokens, hasher, fields)
+        look = partial(self._look, self._tokens, hasher, asked.fields)
+        return look() if _is_short(asked) else await asyncio.get_running_loop().run_in_executor(self._threads, look)
 
     def _look(self, prompts: PromptTokens, hasher: BlockHasher, fields: Mapping[str, Any]) -> _Keyed | None:
         """Any thread."""
@@ -99,18 +108,17 @@ class Prompts:
         return None if tokens is None else _Keyed(tokens, self._chains.keys_of(hasher, tokens))
 
 
-def _is_short(fields: Mapping[str, Any]) -> bool:
-    """Whether a prompt costs less than to have a thread look at it."""
-    left = _SHORT
-    prompt, messages = fields.get("prompt"), fields.get("messages")
-    if isinstance(prompt, str | list):
-        left -= len(prompt)
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        left -= len(content) if isinstance(content, str) else _SHORT
-        if left < 0:
-            break
-    return left >= 0
+def _is_short(asked: Asked) -> bool:
+    """Whether a prompt costs less than to have a thread look at it.
+
+    Of a conversation all counts, since a template may write any of it: roles, and calls of tools.
+    """
+    prompt = asked.fields.get("prompt")
+    if isinstance(prompt, list):  # token ids, or what is not tokenised
+        return len(prompt) <= _SHORT
+    if prompt is None and asked.fields.get("tools"):  # which are not tokenised either
+        return True
+    return asked.num_bytes <= _SHORT
 
 
 def _form_of_most(engines: Collection[Engine]) -> KeyForm | None:

@@ -94,11 +94,10 @@ class PromptTokens:
 
 def _ids(prompt: Sequence[Any]) -> Tokens | None:
     """A prompt that is given as token ids; None where it is something else."""
-    try:
-        ids = np.array(prompt)
-    except ValueError:  # lists of different lengths
+    if set(map(type, prompt)) != {int}:  # numpy would make an array of texts, each of them as long as the longest one
         return None
-    if ids.ndim != 1 or ids.dtype != np.int64 or not len(ids) or ids.min() < 0 or ids.max() > _MOST_ID:
+    ids = np.array(prompt)
+    if ids.dtype != np.int64 or ids.min() < 0 or ids.max() > _MOST_ID:
         return None
     return ids.astype(np.int32)
 
