@@ -138,7 +138,8 @@ class GatewayConfig(Section):
     where all have one. Each takes two open files and up to 500 KB of memory while its client is slow."""
     max_body_bytes: TierBytes = ByteSize(16 * 2**20)
     """The longest body of a request, 1 MiB or more; longer ones are answered with 413. With `tokenizer`, the texts of
-    two requests at a time are tokenised, which takes up to 170 times their length of memory."""
+    two requests at a time are tokenised, of 4 Mi characters each at most, which takes up to 170 times their length of
+    memory."""
     max_bodies_bytes: TierBytes = ByteSize(256 * 2**20)
     """Bytes of bodies that the gateway holds at a time, of all requests; of one tenant half of it at most. Beyond that
     requests are answered with 429. Each takes some five times its length of memory while it is read, and up to thirty

@@ -20,6 +20,7 @@ from kvtier_engine.text.tokenizer import ChatTokenizer
 from kvtier_gateway.engines.engine import Engine, KeyForm
 from kvtier_gateway.engines.page import key_form_in, loads_in
 from kvtier_gateway.engines.prices import LearnedPrices
+from kvtier_gateway.keying import tokenising
 from kvtier_gateway.keying.pool import PoolLookup
 from kvtier_gateway.keying.prompts import Asked, Prompts
 from kvtier_gateway.keying.tenants import ChainMemory, TenantHashers, short_keys
@@ -107,6 +108,15 @@ def test_a_list_of_texts_takes_no_memory_for_each_as_long_as_the_longest(folder:
     finally:
         tracemalloc.stop()
     assert peak < 1 << 20
+
+
+def test_texts_too_long_for_any_engine_are_not_tokenised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenising, "_MOST_CHARACTERS", 100)
+    tokens = PromptTokens(folder, 1 << 20)
+    assert tokens.of_request({"prompt": "a" * 100}) is not None
+    assert tokens.of_request({"prompt": "a" * 101}) is None
+    assert tokens.of_request({"messages": [{"role": "user", "content": "a"}]}) is not None
+    assert tokens.of_request({"messages": [{"role": "user", "content": "a" * 100}]}) is None
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from kvtier.errors import KvtierError
 from kvtier.identity.keys import BlockKey, NamespaceId, rank_keys, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.net.tls import client_tls
+from kvtier.system.started_threads import started_threads
 from kvtier.tiers.base import Status
 from kvtier.tiers.common.metered import TimedCalls
 from kvtier.tiers.pool.access import plain_calls
@@ -167,6 +168,6 @@ def _num_hits(statuses: Sequence[Status]) -> int:
 
 def _executor(stack: contextlib.ExitStack, num_threads: int, name: str) -> ThreadPoolExecutor:
     """Threads that `stack` waits for. What has not begun by then is cancelled."""
-    threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+    threads = started_threads(num_threads, name)
     stack.callback(threads.shutdown, cancel_futures=True)
     return threads

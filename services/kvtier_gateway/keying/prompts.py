@@ -3,12 +3,12 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from kvtier.identity.keys import BlockHasher, BlockKey
+from kvtier.system.started_threads import started_threads
 from kvtier_gateway.engines.engine import Engine, KeyForm
 from kvtier_gateway.keying.pool import PoolLookup
 from kvtier_gateway.keying.tenants import ChainMemory, TenantHashers, short_keys
@@ -51,7 +51,7 @@ class Prompts:
         """:param tokens: None: nothing is tokenised, so there are no keys."""
         self._tokens, self._hashers, self._pool = tokens, hashers, pool
         self._chains = ChainMemory(_CHAINS_BYTES)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-keys")
+        self._threads = started_threads(_THREADS, "kvtier-keys")
 
     async def read(
         self,

@@ -19,6 +19,8 @@ from kvtier.text.prompts import PromptTokenizer
 
 Tokens = npt.NDArray[np.int32]
 _MOST_ID = 2**31 - 1
+_MOST_CHARACTERS = 4 << 20
+"""The longest text that is tokenised: a million tokens or so, for which the library takes some 700 MiB."""
 _ENTRY_BYTES = 200
 """What an entry takes beside its tokens."""
 
@@ -44,11 +46,12 @@ class PromptTokens:
         self._lock = threading.Lock()
 
     def of_request(self, fields: Mapping[str, Any]) -> Tokens | None:
-        """The tokens of a request's prompt; None where an engine would refuse it, or nobody knows what it makes of it
-        (several prompts, media, tools)."""
+        """The tokens of a request's prompt; None where an engine would refuse it, nobody knows what it makes of it
+        (several prompts, media, tools), or it has more than `_MOST_CHARACTERS`."""
         prompt, messages = fields.get("prompt"), fields.get("messages")
         if isinstance(prompt, str):
-            return self._remembered(b"prompt", [prompt], add_special_tokens=True)[0]
+            is_long = len(prompt) > _MOST_CHARACTERS
+            return None if is_long else self._remembered(b"prompt", [prompt], add_special_tokens=True)[0]
         if isinstance(prompt, list):
             return _ids(prompt)
         if isinstance(messages, list) and not fields.get("tools"):
@@ -58,8 +61,10 @@ class PromptTokens:
                 return None
         return None
 
-    def _of_chat(self, messages: Sequence[Mapping[str, Any]]) -> Tokens:
+    def _of_chat(self, messages: Sequence[Mapping[str, Any]]) -> Tokens | None:
         text = self._prompts.chat_text(messages)
+        if len(text) > _MOST_CHARACTERS:
+            return None
         pieces = [text] if self._cut is None else _with_their_special(self._cut.split(text))
         found = self._remembered(b"chat", [piece for piece in pieces if piece], add_special_tokens=False)
         return np.concatenate(found) if found else np.zeros(0, dtype=np.int32)
