@@ -56,6 +56,20 @@ def require_operator(peer: Peer) -> None:
         raise UnauthenticatedError(f"user {peer.uid} may not operate this pool: be root, or the user that it runs as")
 
 
+def has_gone(connection: socket.socket) -> bool:
+    """Whether the peer has closed its end, or says nothing more. Takes nothing of what it has said; does not block."""
+    timeout_s = connection.gettimeout()
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        connection.settimeout(timeout_s)
+
+
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
     """Sends a message. `OSError`: nobody takes it."""
     connection.sendall(json.dumps(message).encode() + b"\n")

@@ -1,16 +1,20 @@
 """What operators on the pool's host may ask for over its Unix socket, by verb."""
 
+import logging
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtier.config.credentials import Role
 from kvtier.config.reloading import Reloader
-from kvtier.errors import InvalidInputError
+from kvtier.errors import InvalidInputError, UnavailableError
 from kvtier_pool.operator_server import RECORD, Serve
-from kvtier_pool.operator_socket import peer_of, send
+from kvtier_pool.operator_socket import has_gone, peer_of, send
+from kvtier_pool.progress import PURGING, telling
 from kvtier_pool.recording import Recordings
 from kvtier_pool.service import PoolService
+
+_log = logging.getLogger(__name__)
 
 
 class OperatorVerbs:
@@ -37,8 +41,15 @@ class OperatorVerbs:
         tenant = request.get("tenant")
         if not isinstance(tenant, str):
             raise InvalidInputError("a purge names its `tenant`")
-        administration = self._service.administration
-        send(connection, administration.purge(Role.OPERATOR, _name_of(connection), tenant))
+        name, administration = _name_of(connection), self._service.administration
+        if self._stopping():  # nothing more is read from the connection, which looks as if the operator had gone
+            raise UnavailableError("the pool ends; the purge was not begun")
+        if has_gone(connection):  # and may have given up long ago, while this process was stopped
+            _log.info("%s has gone: the purge of tenant %r is not begun", name, tenant[:100])
+            return
+        with telling(connection, {PURGING: tenant[:100]}):
+            report = administration.purge(Role.OPERATOR, name, tenant)
+        send(connection, report)
 
     def _reload(self, connection: socket.socket, request: dict[str, Any]) -> None:
         send(connection, {"problem": self._reloader.reload(f"{_name_of(connection)} asked for it")})

@@ -18,9 +18,8 @@ from kvtier.identity.keys import tenant_id
 from kvtier_pool.credential_file import CredentialFile
 from kvtier_pool.operator_client import ask, connected, received
 from kvtier_pool.operator_socket import Lines, running_pools
+from kvtier_pool.progress import PURGING
 
-_PURGE_S = 900.0
-"""Longer than a pool takes at the most."""
 app = command_group(help="The tenants of a cache pool.")
 
 _Pid = Annotated[int | None, typer.Option(help="Process of the pool; needed where several run.")]
@@ -158,13 +157,14 @@ def purge(
     """Removes everything of a tenant from memory, disk and Redis of a running pool on this host.
 
     Revoke its tokens before, or its engines write anew. Exit code 1 when something is left: run it again, also after a
-    pool that has died in the middle. Other pools of the same Redis, and disks of engines, have blocks of their own.
+    pool that has died in the middle, or has said nothing for 30 s. Other pools of the same Redis, and disks of engines,
+    have blocks of their own.
 
     Example: kvtier tenants purge red --yes
     """
     if not yes and not typer.confirm(f"Remove everything that tenant {name} has?"):
         raise typer.Exit(1)
-    report = asked(pid, {"verb": "purge", "tenant": name}, answer_s=_PURGE_S)
+    report = _purged(pid, name)
     for tier, count in report["removed"].items():
         print(f"{tier}: {count:,} {'values' if tier == 'redis' else 'blocks'} removed")
     if not report["has_credentials"] and not any(report["removed"].values()):
@@ -175,14 +175,23 @@ def purge(
         raise UnavailableError(f"not everything is gone: {'; '.join(report['problems'])}; run this again")
 
 
-def asked(pid: int | None, request: dict[str, Any], *, answer_s: float | None = None) -> dict[str, Any]:
-    """What a pool on this host answers. Raises as `connected` and `received` do.
+def _purged(pid: int | None, tenant: str) -> dict[str, Any]:
+    """What a purge has removed. Raises as `asked` does, and says then what becomes of the purge."""
+    what_follows = "the purge has not begun, and does not begin later"
+    with connected(pid) as connection, Console(stderr=True).status(f"purging {tenant}"):
+        ask(connection, {"verb": "purge", "tenant": tenant})
+        lines = Lines(connection)
+        try:
+            while PURGING in (message := received(lines)):
+                what_follows = "the purge has begun and may go on: purge again when the pool answers, to be sure"
+        except UnavailableError as error:
+            raise UnavailableError(f"{error}; {what_follows}") from error
+    return message
 
-    :param answer_s: how long the answer may take; None: as long as most do.
-    """
+
+def asked(pid: int | None, request: dict[str, Any]) -> dict[str, Any]:
+    """What a pool on this host answers. Raises as `connected` and `received` do."""
     with connected(pid) as connection:
-        if answer_s is not None:
-            connection.settimeout(answer_s)
         ask(connection, request)
         return received(Lines(connection))
 

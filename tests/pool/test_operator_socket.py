@@ -8,15 +8,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from kvtier.config.reloading import Reloader
 from kvtier.errors import InvalidInputError
 from kvtier.traces.recorder import TraceRecorder
 from kvtier_pool.operator_server import RECORD, OperatorServer
 from kvtier_pool.operator_socket import Lines, address_of, send
+from kvtier_pool.operator_verbs import OperatorVerbs
 from kvtier_pool.recording import Record, Recordings
+from kvtier_pool.service import PoolService
 from pool_rig import WAIT_S, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
@@ -179,3 +183,31 @@ def test_operators_who_say_nothing_are_few(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("kvtier_pool.operator_server._MOST_AT_ONCE", 2)
     with operator(), operator(), operator() as third:
         assert "enough operators" in str((Lines(third).receive() or {})["error"])
+
+
+def test_a_purge_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_pool.progress._PROGRESS_S", 0.05)
+    may_end = threading.Event()
+    report = {"removed": {"memory": 3}, "problems": [], "has_credentials": False}
+
+    def purge(*named: object) -> dict[str, Any]:
+        assert may_end.wait(WAIT_S)
+        return report
+
+    service = SimpleNamespace(recording=recorder, administration=SimpleNamespace(purge=purge))
+    verbs = OperatorVerbs(cast(PoolService, service), cast(Reloader, None), lambda: False)
+    server = OperatorServer(verbs.verbs())
+    server.start()
+    try:
+        with operator() as connection:
+            send(connection, {"verb": "purge", "tenant": "red"})
+            lines = Lines(connection)
+            assert [lines.receive() for _ in range(3)] == [{"purging": "red"}] * 3
+            may_end.set()
+            last = None
+            while (message := lines.receive()) is not None:
+                last = message
+            assert last == report
+    finally:
+        may_end.set()
+        server.stop()

@@ -90,6 +90,31 @@ def test_what_the_command_lists(tmp_path: Path) -> None:
         assert (code, "No tenant rde is configured, and nothing was left of one" in err) == (0, True), err
 
 
+def test_a_purge_that_a_stopped_pool_is_asked_for_is_given_up_and_never_begins(tmp_path: Path) -> None:
+    command = (
+        "from kvtier_pool import operator_client, tenants_command; operator_client._ANSWER_S = 1.0; "
+        "tenants_command.app(prog_name='kvtier tenants')"
+    )
+    with running(configuration(tmp_path / "pool.toml", f'"{digest(OLD)}"')) as pool:
+        process = pool.service.process
+        process.send_signal(signal.SIGSTOP)
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-c", command, "purge", "red", "--yes", "--pid", str(process.pid)],
+                capture_output=True,
+                text=True,
+                timeout=WAIT_S,
+                check=False,
+            )
+        finally:
+            process.send_signal(signal.SIGCONT)
+        assert ended.returncode == 1
+        assert "the pool says nothing any more" in ended.stderr
+        assert "the purge has not begun, and does not begin later" in ended.stderr
+        pool.says("has gone: the purge of tenant 'red' is not begun")
+        assert '"event": "purge"' not in pool.log.read_text()
+
+
 def test_the_list_fits_80_columns_whatever_a_tenant_has() -> None:
     def figures(count: int, nbytes: int) -> dict[str, Any]:
         counts = ("num_hits", "num_misses", "num_evicted", "num_full", "num_throttled", "num_refused")
