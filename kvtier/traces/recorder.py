@@ -27,6 +27,10 @@ class _Call(NamedTuple):
     keys: Sequence[bytes]
 
 
+class _LargeEnoughError(OSError):
+    """The file is as large as it may be."""
+
+
 class TraceRecorder:
     """Writes a trace that `kvtier simulate` reads; see `kvtier.traces.records` for what is in it, and what is not.
 
@@ -71,8 +75,10 @@ class TraceRecorder:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-trace", daemon=True)
         self._num_bytes = 0
-        """Size of the file. Written by the recorder's thread only, as the next two; read by any."""
+        """Size of the file. Written by the recorder's thread only, as the next three; read by any."""
         self._num_recorded = 0
+        self._has_failed = False
+        """Written before `_problem`."""
         self._problem: str | None = None
 
     @property
@@ -94,6 +100,11 @@ class TraceRecorder:
     def problem(self) -> str | None:
         """Why nothing is written any more, before `close`; None while it is. Any thread."""
         return self._problem
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the problem is one of the file, not that this is as large as it may be. Any thread."""
+        return self._has_failed
 
     def start(self) -> None:
         """Opens the file and starts the thread; once. Raises `ConfigError` when the file cannot be written."""
@@ -158,7 +169,8 @@ class TraceRecorder:
                     self._flush()
                 self._flush()
         except OSError as error:
-            self._problem = str(error)
+            self._has_failed = not isinstance(error, _LargeEnoughError)
+            self._problem = error.strerror or str(error)
             _log.warning("trace %s: recording ends: %s", self._path, error)
         finally:
             self._give_up()
@@ -192,7 +204,7 @@ class TraceRecorder:
         """A frame in one piece. Raises `OSError` where the disk fails, or the file would be larger than it may be."""
         data = frame(records)
         if self._num_bytes + len(data) > self._max_bytes:
-            raise OSError(f"the file may have {self._max_bytes:,} bytes")
+            raise _LargeEnoughError(f"the file may have {self._max_bytes:,} bytes")
         while data:
             num_written = self._file.write(data)
             self._num_bytes += num_written

@@ -48,7 +48,8 @@ class Recordings:
                 send(connection, {"recording": str(path)})
                 reason = _follow(connection, recorder, start_s + seconds, stopping)
             connection.settimeout(_SEND_S)
-            send(connection, {**_progress(recorder, start_s), "ended": recorder.problem or reason})
+            ended = {"ended": recorder.problem or reason, "failed": recorder.has_failed}
+            send(connection, {**_progress(recorder, start_s), **ended})
         finally:
             self._under_way.release()
 

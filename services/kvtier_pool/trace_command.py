@@ -13,7 +13,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 
 from kvtier.cli.options import command_group
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier_pool.operator_client import ask, connected, received
 from kvtier_pool.operator_socket import Lines
 
@@ -32,7 +32,7 @@ def record(
     """Records what a running pool on this host is asked for, until Ctrl-C, for `kvtier simulate`.
 
     For root and the user that the pool runs as, where the pool runs: in its container if it is in one. The recording
-    ends with this command, whatever ends that.
+    ends with this command, whatever ends that. Exit code 1 when the file cannot be written, or not to its end.
 
     Example: kvtier trace record /var/tmp/pool.trace --seconds 600
     """
@@ -66,7 +66,7 @@ def _bytes(text: str) -> int:
 
 
 def _follow(connection: socket.socket, console: Console) -> None:
-    """Shows what the pool says until the recording has ended."""
+    """Shows what the pool says until the recording has ended. Raises `KvtierError` where the file was the reason."""
     lines = Lines(connection)
     with console.status("asking the pool") as status:
         while True:
@@ -77,6 +77,11 @@ def _follow(connection: socket.socket, console: Console) -> None:
                 break
             else:
                 status.update(_said(message))
+    if message.get("failed"):
+        raise KvtierError(
+            f"{_said(message)}; then the trace could not be written: {message['ended']}; "
+            "make room or name a file elsewhere, and record again"
+        )
     print(f"{_said(message)}; {message['ended']}", flush=True)
 
 

@@ -106,6 +106,14 @@ def test_a_recording_is_bounded(pool: PoolProcess, tmp_path: Path, options: tupl
     assert (tmp_path / "pool.trace").stat().st_size <= 1000
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_recording_that_cannot_be_written_has_failed(pool: PoolProcess) -> None:
+    with recording(pool, Path("/dev/full")) as process:
+        out, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, out) == (1, "")
+    assert "the trace could not be written: No space left on device; make room or name" in err
+
+
 def test_there_is_one_recording_at_a_time(pool: PoolProcess, tmp_path: Path) -> None:
     with recording(pool, tmp_path / "pool.trace") as process:
         answer = asked(pool.process.pid, file=str(tmp_path / "other"), max_bytes=1 << 20, seconds=1)
