@@ -17,7 +17,8 @@ from kvtier.cli.columns import aligned
 from kvtier.cli.options import print_json, telling_in_json
 from kvtier.config import load_config
 from kvtier.errors import ConfigError, KvtierError
-from kvtier.identity.keys import tenant_id
+from kvtier.identity.keys import tenant_id, tenant_of
+from kvtier.tiers.disk.medium.files import OsFiles
 from kvtier.tiers.disk.medium.folder import DiskFolder, require_format
 from kvtier.tiers.disk.operations.survey import SegmentReport, Survey, survey
 from kvtier.tiers.disk.tier import DiskTier
@@ -34,6 +35,9 @@ _ID_DIGITS = 8
 _WIDTH = 80
 _NO_TENANT = "-"
 """What stands where nothing can be said of a segment's tenant."""
+_LEAST_ROOM_BYTES, _TENANT_ROOM_BYTES, _BLOCK_ROOM_BYTES = 1 << 20, 32 << 10, 1 << 10
+"""What the file system must have free for a repair that drops corrupt blocks, for each tenant that has some, and for
+each of them. It is more than is written, since a tier that has hardly any room left removes whole segments."""
 
 
 @telling_in_json
@@ -59,19 +63,22 @@ def fsck(
 ) -> None:
     """Reads all of a disk tier's folder and verifies every block. Not while a process uses it.
 
-    Without --repair nothing is changed. Foreign files and segments of other formats are never touched. Exit code 1
-    when something is damaged, and was not repaired.
+    Without --repair nothing is changed. Foreign files and segments of other formats are never touched. Corrupt blocks
+    are dropped where the file system has room to write that down, at least 1 MiB. Exit code 1 when something is
+    damaged, and was not repaired.
 
     Example: kvtier fsck /var/lib/kvtier --repair
     """
     name_of = _namer(config)
     require_format(directory)
     DiskFolder.open(directory, make=False).close()  # raises when somebody uses it
-    found = _surveyed(directory, verify=True)
+    found, num_lost = _surveyed(directory, verify=True), None
     if repair and not any(segment.state == "newer" for segment in found.segments):
         _repair(directory, found)
+        sound = set(found.live).difference(found.corrupt)
         found = _surveyed(directory, verify=True)
-    _print(directory, found, name_of, with_segments=segments, as_json=json)
+        num_lost = len(sound.difference(found.live))
+    _print(directory, found, name_of, with_segments=segments, as_json=json, num_lost=num_lost)
     if not found.is_sound:
         raise typer.Exit(1)
 
@@ -90,17 +97,34 @@ def _surveyed(directory: Path, *, verify: bool) -> Survey:
 
 
 def _repair(directory: Path, found: Survey) -> None:
-    """A start does most of it; what is corrupt is discarded, so that no start finds it again."""
-    room = max(2 * found.total("file_bytes"), 1 << 30)  # nothing is to be evicted
-    tier = DiskTier.open(directory, room, reserve_bytes=0)
+    """A start does most of it; what is corrupt is dropped, so that no start finds it again. Raises `KvtierError` where
+    there is no room to drop it, which would cost sound blocks."""
+    num_tenants = len({tenant_of(key) for key in found.corrupt})
+    needed = _LEAST_ROOM_BYTES + num_tenants * _TENANT_ROOM_BYTES + len(found.corrupt) * _BLOCK_ROOM_BYTES
+    capacity = found.total("file_bytes") + max(needed, _free_bytes(directory))  # nothing is to be evicted
+    tier = DiskTier.open(directory, capacity, reserve_bytes=0)
     try:
-        tier.discard(found.corrupt)
+        free = _free_bytes(directory)  # what the start has dropped has made room
+        if found.corrupt and free < needed:
+            blocks = f"{len(found.corrupt):,} corrupt {'block is' if len(found.corrupt) == 1 else 'blocks are'}"
+            raise KvtierError(
+                f"{directory}: {blocks} not dropped, since that would cost sound ones: its file system has {free:,} "
+                f"bytes free, and {needed:,} are needed; make room, and repair again"
+            )
+        tier.drop(found.corrupt)
     finally:
         tier.close()
     left = set(os.listdir(directory))
     for segment in found.segments:
         if segment.state == "damaged" and segment.path.name in left:
             raise ConfigError(f"{segment.path} cannot be read or removed: {segment.problem}")
+
+
+def _free_bytes(directory: Path) -> int:
+    try:
+        return OsFiles(direct=False).free_bytes(str(directory))
+    except OSError as error:
+        raise KvtierError(f"{directory}: its file system does not say how much room it has: {error}") from error
 
 
 def _namer(config: Path | None) -> Callable[[str], str]:
@@ -111,10 +135,18 @@ def _namer(config: Path | None) -> Callable[[str], str]:
 
 
 def _print(
-    directory: Path, found: Survey, name_of: Callable[[str], str], *, with_segments: bool, as_json: bool
+    directory: Path,
+    found: Survey,
+    name_of: Callable[[str], str],
+    *,
+    with_segments: bool,
+    as_json: bool,
+    num_lost: int | None = None,
 ) -> None:
+    """:param num_lost: sound blocks that a repair has cost; None: there was none."""
     if as_json:
-        print_json(_plain(directory, found, name_of))
+        repaired = {} if num_lost is None else {"num_lost": num_lost}
+        print_json(_plain(directory, found, name_of) | repaired)
         return
     print(f"{directory}: {'sound' if found.is_sound else 'damaged'}")
     print()
@@ -132,6 +164,8 @@ def _print(
         f"{len(found.foreign):,} foreign files"
     )
     print(fill(words, _WIDTH))
+    if num_lost:
+        print(f"{num_lost:,} sound blocks were lost by the repair")
     for segment in found.segments:
         if segment.problem:
             print(f"{segment.path.name}: {segment.problem}")

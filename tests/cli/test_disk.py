@@ -14,10 +14,11 @@ from typer.testing import CliRunner, Result
 from disk_log_rig import BadPages, block
 from disk_rig import contents, damage, flip, num_blocks, opened, place_of, segments
 from kvtier.cli.disk import fsck, inspect
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.identity.keys import tenant_id
 from kvtier.testing.blocks import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.disk.log.format import PAGE, keys_of
+from kvtier.tiers.disk.medium.files import OsFiles
 from kvtier.tiers.disk.medium.folder import MARKER
 from kvtier.tiers.disk.operations.survey import survey
 from kvtier.tiers.disk.tier import DiskTier
@@ -130,6 +131,54 @@ def test_fsck_finds_and_repairs_what_is_damaged(folder: Path) -> None:
     assert json.loads(repaired.stdout)["sound"]
     assert there(folder, range(8)) == [False, True, False, True] + [False] * 4
     assert (folder / "notes.txt").read_text() == "mine"
+
+
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_repair_without_room_is_refused_and_costs_no_sound_block(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(folder, make_key(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(OsFiles, "create", full)
+        patch.setattr(OsFiles, "free_bytes", lambda *_: 4096)
+        with pytest.raises(KvtierError, match=r"1 corrupt block is not dropped.*4,096 bytes free.*; make room, and"):
+            run("fsck", folder, "--repair")
+        assert num_blocks(folder) == 7, "the bad one is still there"
+    repaired = run("fsck", folder, "--repair", "--json")
+    assert (repaired.exit_code, json.loads(repaired.stdout)["num_lost"]) == (0, 0)
+    assert there(folder, range(8)) == [False, True, False, True] + [True] * 4
+
+
+def test_a_repair_that_a_quota_keeps_from_writing_costs_no_sound_block(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(folder, make_key(2))
+    monkeypatch.setattr(OsFiles, "create", full)
+    repaired = run("fsck", folder, "--repair", "--json")
+    report = json.loads(repaired.stdout)
+    assert (repaired.exit_code, report["sound"], report["num_lost"]) == (1, False, 0)
+    assert (report["totals"]["num_live"], report["totals"]["num_corrupt"]) == (7, 1)
+
+
+def test_a_repair_tells_of_sound_blocks_that_it_has_cost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage(folder, make_key(2))
+    monkeypatch.setattr(DiskTier, "drop", lambda tier, keys: tier.discard([*keys, make_key(5), make_key(6)]))
+    with monkeypatch.context() as patch:
+        patch.setattr(OsFiles, "free_bytes", lambda *_: 100 * MIB)
+        assert "\n2 sound blocks were lost by the repair\n" in run("fsck", folder, "--repair").stdout
+    assert "lost" not in run("fsck", folder, "--repair").stdout
+
+
+def test_a_repair_on_a_small_file_system_tells_of_no_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(folder, make_key(2))
+    monkeypatch.setattr(OsFiles, "free_bytes", lambda *_: 100 * MIB)
+    assert run("fsck", folder, "--repair").exit_code == 0
+    assert "others have taken space" not in caplog.text
 
 
 def test_what_is_no_folder_of_a_disk_tier_is_refused(tmp_path: Path) -> None:

@@ -219,6 +219,20 @@ class DiskTier:
             self._parts.events.flush()
             return num_there
 
+    def drop(self, keys: Sequence[StoreKey]) -> None:
+        """Forgets blocks that have turned out bad. Unlike `discard`, it removes no segment with others in it: where it
+        cannot be written down, a later process finds them again."""
+        state = self._parts.state
+        tags = state.tags(keys)
+        with self._guard:
+            with state.lock:
+                rows = state.index.find(tags)
+                records = state.index.records(rows[rows >= 0])
+            there = [key for key, row in zip(keys, rows.tolist(), strict=True) if row >= 0]
+            places = zip(there, records["segment"].tolist(), records["page"].tolist(), strict=True)
+            self._parts.tombstones.drop(list(places))
+            self._parts.events.flush()
+
     def purge(self, tenant: TenantId) -> int:
         """Forgets all blocks of a tenant; returns how many were there. Its files are gone on return."""
         with self._guard:
