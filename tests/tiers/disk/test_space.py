@@ -76,6 +76,13 @@ def test_the_tier_shrinks_to_leave_the_reserve_free(
     assert "left to others" in caplog.text
 
 
+def test_a_block_larger_than_the_tier_is_told_as_that(open_disk: Open, caplog: pytest.LogCaptureFixture) -> None:
+    tier = open_disk(2 * MIB, reserve_bytes=0)
+    assert tier.write([summed(make_key("large"), bytes(2_200_000))]) == [WriteStatus.FULL]
+    assert "no room for a file of 2,215,936 bytes: the tier has 2,097,152, of which 2,031,616 are for" in caplog.text
+    assert "left to others" not in caplog.text
+
+
 def test_whoever_has_most_gives_first(open_disk: Open) -> None:
     tier = open_disk(MIB, segment_bytes=64 * KIB)
     small = [summed(make_key(i, tenant=BLUE), make_payload(i, NBYTES)) for i in range(3)]

@@ -219,6 +219,13 @@ class SpaceManager:
         return min(self._capacity_bytes - self._forget_bytes, of_system)
 
     def _warn_of_no_room(self, nbytes: int, limit: int) -> None:
+        most = self._capacity_bytes - self._forget_bytes
+        if nbytes > most:
+            self._health.warn(
+                f"no room for a file of {nbytes:,} bytes: the tier has {self._capacity_bytes:,}, of which {most:,} are "
+                "for blocks; give it more for blocks of this size"
+            )
+            return
         self._health.warn(
             f"no room for {nbytes:,} bytes: the capacity is {self._capacity_bytes:,}, of which {limit:,} can be had, "
             f"since {self._reserve_bytes:,} bytes of the file system are left to others"
