@@ -198,9 +198,13 @@ class PoolService:
         for tier, nbytes in (("memory", memory_bytes), ("disk", table.disk_bytes)):
             guaranteed = sum(getattr(tenant, tier).guaranteed_bytes for tenant in tenants.values())
             if guaranteed > nbytes:
+                key, since, remedy = f"{tier}_bytes", "", "guarantee less"
+                if (written := getattr(config.pool_service, key)) != getattr(table, key):
+                    since = f" until a restart, when it is {written:,}"
+                    remedy = "restart the pool, or guarantee less" if guaranteed <= written else remedy
                 raise ConfigError(
-                    f"tenants.*.{tier}.guaranteed_bytes: {guaranteed:,} bytes in all, and pool_service.{tier}_bytes is "
-                    f"{nbytes:,}; guarantee less"
+                    f"tenants.*.{tier}.guaranteed_bytes: {guaranteed:,} bytes in all, and pool_service.{key} is "
+                    f"{nbytes:,}{since}; {remedy}"
                 )
         self._core.set_shares(
             {tenant_id(name): share_of(tenant.memory) for name, tenant in tenants.items()},

@@ -55,6 +55,14 @@ def test_a_cap_holds_and_is_read_again_on_sighup(tmp_path: Path) -> None:
         pool.process.send_signal(signal.SIGHUP)
         until(lambda: "tenants.*.memory.guaranteed_bytes: 1,073,741,824 bytes in all" in log.read_text() or None)
         assert 6 * MIB < kept_bytes(address, 2000) <= 10 * MIB, "what is wrong changes nothing"
+        until_restart = "pool_service.memory_bytes is 33,554,432 until a restart, when it is"
+        for guaranteed, rest in (
+            ("128MiB", "134,217,728; restart the pool, or guarantee less"),
+            ("256MiB", "134,217,728; guarantee less"),
+        ):
+            configuration(file, f'guaranteed_bytes = "{guaranteed}"', memory="128MiB")
+            pool.process.send_signal(signal.SIGHUP)
+            until(lambda said=f"{until_restart} {rest}\n": said in log.read_text() or None)
 
 
 @pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
