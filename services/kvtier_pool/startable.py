@@ -21,7 +21,8 @@ def place_attempts(config: Config) -> list[Callable[[], object]]:
     tcp_and_unix += [("pool_service.grpc_listen", text) for text in table.grpc_listen]
     sockets = [(key, text.removeprefix(UNIX_PREFIX)) for key, text in tcp_and_unix if text.startswith(UNIX_PREFIX)]
     attempts: list[Callable[[], object]] = [
-        partial(require_addresses_apart, config, [*tcp_and_unix, ("pool_service.http_listen", table.http_listen)])
+        partial(_require_reachable, config),
+        partial(require_addresses_apart, config, [*tcp_and_unix, ("pool_service.http_listen", table.http_listen)]),
     ]
     attempts += [partial(_require_folder, config, key, Path(path)) for key, path in sockets]
     if sockets:
@@ -48,6 +49,15 @@ def require_redis_address(config: Config) -> None:
         RedisAddress.parse(config.pool_service.redis_url or "").require_files()
     except ConfigError as error:
         raise config.references.error_about("pool_service.redis_url", str(error)) from error
+
+
+def _require_reachable(config: Config) -> None:
+    if not config.pool_service.listen and not config.pool_service.grpc_listen:
+        raise config.references.error_about(
+            "pool_service.listen",
+            "no address, and none in pool_service.grpc_listen: no engine could reach the pool; give one of them an "
+            'address, such as listen = ["127.0.0.1:7600"]',
+        )
 
 
 def _require_folder(config: Config, key: str, socket: Path) -> None:

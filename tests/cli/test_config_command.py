@@ -77,6 +77,11 @@ def test_a_commented_line_of_a_file_to_begin_with_can_be_taken_in(tmp_path: Path
         ),
         (f"{ENGINE}[engine]\nmodel = 'nowhere'", "error", ["engine.model", "is not there"]),
         (f"{POOL}listen = ['0.0.0.0:7600']", "error", ["pool_service.listen", "insecure"]),
+        (
+            f"{POOL}listen = []\ngrpc_listen = []",
+            "error",
+            ["pool_service.listen", "no address, and none in pool_service.grpc_listen", "give one of them an address"],
+        ),
         (f"{POOL}memory_bytes = '1000TiB'", "warning", ["pool_service.memory_bytes"]),
         (
             f"{POOL}redis_url = 'redis://x'\nredis_lookup_timeout_s = 3\nredis_timeout_s = 4",

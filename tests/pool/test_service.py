@@ -160,10 +160,16 @@ def test_healthz_metrics_and_no_torch() -> None:
 @pytest.mark.parametrize("key", ["listen", "grpc_listen", "http_listen"])
 def test_a_port_in_use_is_told_with_its_key(key: str) -> None:
     with running() as address:
-        taken: dict[str, Any] = {"listen": [], "grpc_listen": [], key: address if key == "http_listen" else [address]}
+        other = "grpc_listen" if key == "listen" else "listen"
+        taken: dict[str, Any] = {other: ["127.0.0.1:0"], key: address if key == "http_listen" else [address]}
         said = rf"pool_service\.{key}: cannot listen on .?{re.escape(address)}"
         with pytest.raises(ConfigError, match=said):
             PoolService(pool_config(**taken)).start()
+
+
+def test_a_pool_that_nobody_could_reach_does_not_start() -> None:
+    with pytest.raises(ConfigError, match=r"pool_service\.listen: no address, and none in pool_service\.grpc_listen"):
+        PoolService(pool_config(listen=[], grpc_listen=[])).start()
 
 
 def test_a_pool_does_not_take_the_grpc_socket_of_another(tmp_path: Path) -> None:
