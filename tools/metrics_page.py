@@ -62,6 +62,12 @@ OPEN = {
     "parameter": "names of parameters",
 }
 """Values of labels that nothing lists at the start of a process."""
+OPEN_OF = {
+    "kvtier_gateway_refusals_total": {
+        "code": "codes of errors ([gateway.md](gateway.md)), and HTTP's status for those without one"
+    }
+}
+"""Those of labels that mean something else in one metric."""
 MARK = "<!-- What follows is written by `python tools/metrics_page.py --write`. -->"
 
 
@@ -202,7 +208,8 @@ def _labels(row: Row) -> Iterator[str]:
     for label, values in row.labels.items():
         is_open = not values or label == "tenant" or (row.name == "kvtier_io_errors_total" and label != "tier")
         known = ", ".join(f"`{value}`" for value in values)
-        yield f"`{label}`: {OPEN[label] if is_open else known}"
+        told = (OPEN | OPEN_OF.get(row.name, {})).get(label, "") if is_open else known
+        yield f"`{label}`: {told}"
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import math
 import os
 import re
 import tomllib
@@ -172,6 +173,8 @@ def _explain(references: References, data: Mapping[str, Any], error: Any) -> str
         return f"{place}: a table, and no value: set its keys (kvtier config keys)"
     if error["type"].startswith("byte_size"):
         return f"{place}: not a size; use a number of bytes, or a size such as 4GiB"
+    if error["type"] in _REMEDIES and _is_nan(error["input"]):
+        return f"{place}: nan, which is no number; set one"
     message = error["msg"].removeprefix("Value error, ")  # pydantic's, before words of ours
     if isinstance(error["input"], str):
         message = message.replace(error["input"], without_credentials(error["input"]))
@@ -179,6 +182,13 @@ def _explain(references: References, data: Mapping[str, Any], error: Any) -> str
             message = re.sub(r"[^\s'\"/]+@", "...@", message)
     message = message.replace("Input should", "it should").replace("Input is", "it is")
     return f"{place}: {printable(message)}{_REMEDIES.get(error['type'], '')}"
+
+
+def _is_nan(value: Any) -> bool:
+    try:
+        return math.isnan(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _place(references: References, data: Mapping[str, Any], location: list[str]) -> str:

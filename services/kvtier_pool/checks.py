@@ -25,6 +25,8 @@ from kvtier_pool.startable import place_attempts
 
 _DESCRIPTORS_PER_CONNECTION = 4
 """Two ports, and for a moment twice as many connections of each."""
+_LEAST_CAP_BYTES = 1 << 20
+"""What a tenant's cap should be at least."""
 
 
 def is_of_a_pool(config: Config) -> bool:
@@ -133,6 +135,15 @@ def _guarantees(config: Config) -> Iterable[Finding]:
                 f"{size_words(guaranteed)} in all, and pool_service.{tier}_bytes is {size_words(nbytes)}; "
                 "guarantee less",
             )
+        for name, tenant in config.tenants.items():
+            cap = getattr(tenant, tier).cap_bytes
+            if cap is not None and cap < _LEAST_CAP_BYTES:
+                yield Finding(
+                    Severity.WARNING,
+                    f"tenants.{name}.{tier}.cap_bytes",
+                    f"{size_words(int(cap))} hold no block of most models, and nothing of the tenant is kept there "
+                    "then; raise it or leave it out",
+                )
     if table.disk_dir is None:
         for name, tenant in config.tenants.items():
             if "disk" in tenant.model_fields_set:

@@ -123,7 +123,12 @@ def rotate(
     ending = file.add_token(name, digest, others_end)
     file.save()
     print(f"KVTIER_TOKEN={token}", flush=True)
-    _say(f"Give it to the engines of {name} within {overlap_s:,.0f} s: then end {', '.join(ending) or 'no others'}.")
+    if ending:
+        verb = "is" if len(ending) == 1 else "are"
+        left = f"within {overlap_s:,.0f} s: after that, {', '.join(ending)} {verb} no longer accepted"
+    else:
+        left = "at any time: no other token of the tenant ends because of it"
+    _say(f"Give it to the engines of {name} {left}.")
     _reload(pid)
 
 

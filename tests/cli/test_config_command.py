@@ -100,6 +100,11 @@ def test_a_commented_line_of_a_file_to_begin_with_can_be_taken_in(tmp_path: Path
             "error",
             ["guaranteed_bytes", "guarantee less"],
         ),
+        (
+            f"{POOL}[tenants.a.memory]\ncap_bytes = 1",
+            "warning",
+            ["tenants.a.memory.cap_bytes", "1 B hold no block of most models", "raise it or leave it out"],
+        ),
         ("[pool_service]\nmemory_bytes = '2MiB'", "error", ["no token_sha256 anywhere"]),
         (
             f"{POOL}listen = 'unix:pool.sock'\nsocket_group = 'nogroupx'",

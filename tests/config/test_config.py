@@ -96,6 +96,8 @@ def test_environment_overrides(path: Path) -> None:
         ("[host]\ncapacity_bytes = '\u0663GiB'", ["host.capacity_bytes", "a size such as 4GiB"]),
         ("[host]\ncapacity_bytes = nan", ["host.capacity_bytes: not a size; use", "a size such as 4GiB"]),
         ("[host]\ncapacity_bytes = ''", ["host.capacity_bytes: not a size; use", "a size such as 4GiB"]),
+        ("[pool_service]\nmax_pin_s = nan", ["pool_service.max_pin_s: nan, which is no number; set one"]),
+        ("[tenants.red.memory]\nweight = -nan", ["tenants.red.memory.weight: nan, which is no number; set one"]),
         ("[host]\ncapacity_bytes = '9EiB'", ["it should be less than or equal to 1152921504606846976; lower it"]),
         ("[api_keys.a]\nkey_sha256 = []", ["api_keys.a.tenant", "set it"]),
         ('[host]\n"a\\nb\\u001b[2J" = 1', ["host.a\\nb\\x1b[2J: unknown key"]),

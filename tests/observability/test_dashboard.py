@@ -32,6 +32,8 @@ def names_in(query: str) -> set[str]:
 
 def test_pages_and_dashboard_are_as_the_code_has_them() -> None:
     assert metrics_page.PAGE.read_text() == metrics_page.render(), "run: python tools/metrics_page.py --write"
+    (refusals,) = (row for row in metrics_page.sections()["Gateways"] if row.name == "kvtier_gateway_refusals_total")
+    assert any("`code`: codes of errors" in label for label in metrics_page._labels(refusals)), "gRPC's are of pools"
     assert tool.dashboard() == DASHBOARD, "run: python tools/dashboard.py --write"
 
 

@@ -213,12 +213,10 @@ class RedisTier:
         with self._guard:
             purge = TenantPurge(tenant)
             if not self._servers.all("purge", purge.find, deadline):
-                raise UnavailableError(
-                    "not all servers have answered, or let it SCAN for what a tenant has; run it again"
-                )
+                raise UnavailableError("not all servers have answered, or let it SCAN for what a tenant has")
             self._unlink("purge", purge.names, deadline)
             if not self._servers.all("purge", purge.count_left, deadline) or purge.num_left:
-                raise UnavailableError(f"{purge.num_left} values may be left; run it again")
+                raise UnavailableError(f"{purge.num_left} values may be left")
         return purge.num_found
 
     def usage(self) -> Usage:
