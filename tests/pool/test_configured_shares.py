@@ -83,7 +83,7 @@ def test_a_client_in_shared_memory_asks_for_less_when_its_share_is_less(tmp_path
             return moved_bytes(metrics, "unix") - before
 
         assert read_over_socket() == 0
-        file.write_text(file.read_text().replace("[tenants.red.memory]", '[tenants.red.memory]\ncap_bytes = "1MiB"'))
+        file.write_text(file.read_text().replace("[tenants.red.memory]", '[tenants.red.memory]\ncap_bytes = "2MiB"'))
         pool.process.send_signal(signal.SIGHUP)
         until(lambda: "SIGHUP: the pool has the tenants" in log.read_text() or None)
         assert read_over_socket() > 0

@@ -64,6 +64,19 @@ class Reclaim:
             lender = lender if outcome is False else None
         return True
 
+    def shrink(self, tenant: TenantMemory, young_s: float, most_moved_bytes: int) -> Relocation | bool:
+        """Evicts what the tenant has above its cap, as `make_room` does for the tenant itself.
+
+        True: look again, there is more. False: it has no more than its cap, or the rest may not go now.
+        """
+        for _ in range(_MOST_STEPS):
+            outcome = self._give_way(tenant, young_s, most_moved_bytes, own=True) if tenant.is_above_cap else None
+            if outcome is None:
+                return False
+            if isinstance(outcome, Relocation):
+                return outcome
+        return True
+
     def take_evicted(self) -> list[StoreKey]:
         """The keys that were evicted since the last time, in order."""
         evicted, self._evicted = self._evicted, []

@@ -4,6 +4,7 @@ import collections
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import Counter
@@ -33,6 +34,10 @@ _MOST_MOVED_BYTES = 64 << 20
 _SLAB_WAIT_S = 2.0
 """How long a writer waits for memory that another one of its tenant is getting: some ms where the system has it. Below
 the time that a call of an engine may take."""
+_SHRINK_S = 2.0
+"""How long shares are being set at most, while tenants come down to their caps; the rest goes as they write."""
+_PAUSE_S = 1e-3
+"""Between two steps of that: whoever waits for the lock has looked again by then."""
 _log = logging.getLogger(__name__)
 
 
@@ -58,7 +63,8 @@ class WriteSlot:
 
 
 class HostSlots:
-    """Keys, slots and memory, behind one lock. Any thread. Events are posted here; the tier flushes them."""
+    """Keys, slots and memory, behind one lock. Any thread. Events are posted here; the tier flushes them, but for those
+    of `set_shares`."""
 
     def __init__(
         self,
@@ -119,24 +125,21 @@ class HostSlots:
             return WriteStatus.FULL
         most_moved_bytes = _MOST_MOVED_BYTES
         wait_until_s = MONOTONIC() + _SLAB_WAIT_S
+        shrinks = True
         while True:
             with self.lock:
                 found = self._lane_for(key, slot_bytes, writer, wait_until_s)
                 if isinstance(found, WriteStatus):
                     return found
                 tenant, lane = found
-                step: Growth | Relocation | bool = True
-                if not lane.num_free:
-                    step = self._reclaim.make_room(
-                        tenant, lane, young_s=self._young_s(tenant.tenant), most_moved_bytes=most_moved_bytes
-                    )
-                    self._note_evicted()
+                step = self._step(tenant, lane, most_moved_bytes, shrinks=shrinks)
+                shrinks = False
                 slot = None
-                if lane.num_free:
+                if step is True and lane.num_free:
                     slab, entry = self.memory.take(tenant, lane, key)
                     slot = WriteSlot(key, nbytes, entry, slab)
-                else:
-                    tenant.changing = not isinstance(step, bool)
+                elif not isinstance(step, bool):
+                    tenant.changing = True
                 dropped = self.memory.take_dropped()
             give_back(dropped)
             if slot is not None:
@@ -163,6 +166,35 @@ class HostSlots:
                 return tenant, lane
             if not self._changed.wait(wait_until_s - MONOTONIC()):
                 return WriteStatus.THROTTLED
+
+    def _step(
+        self, tenant: TenantMemory, lane: Lane, most_moved_bytes: int, *, shrinks: bool
+    ) -> Growth | Relocation | bool:
+        """The next thing to do for a slot in this lane. Locked. True: take one, or look again; False: none may be had.
+
+        :param shrinks: a tenant that is above its cap gives up some of that first.
+        """
+        more: Relocation | bool = False
+        if shrinks and tenant.is_above_cap and not tenant.changing:
+            more = self._shrink(tenant, most_moved_bytes)
+            if isinstance(more, Relocation):
+                return more
+        if not tenant.may_grow(lane):
+            self.memory.forget_if_empty(tenant, lane)
+            return False
+        if lane.num_free or more or tenant.lanes.get(lane.kind) is not lane:
+            return True
+        step = self._reclaim.make_room(
+            tenant, lane, young_s=self._young_s(tenant.tenant), most_moved_bytes=most_moved_bytes
+        )
+        self._note_evicted()
+        return step
+
+    def _shrink(self, tenant: TenantMemory, most_moved_bytes: int) -> Relocation | bool:
+        """`Reclaim.shrink`. Locked."""
+        step = self._reclaim.shrink(tenant, self._young_s(tenant.tenant), most_moved_bytes)
+        self._note_evicted()
+        return step
 
     def finish(self, slots: Sequence[WriteSlot], checksums: Mapping[WriteSlot, int]) -> None:
         """Commits the slots that have a checksum, last to first, and aborts the others.
@@ -234,9 +266,17 @@ class HostSlots:
         give_back(dropped)
 
     def set_shares(self, shares: Mapping[TenantId, Share]) -> None:
-        """What tenants are owed of memory from now on. `InvalidInputError`: more is guaranteed than there is."""
+        """What tenants are owed of memory from now on. `InvalidInputError`: more is guaranteed than there is.
+
+        Tenants that are above their caps then give up what may go, for some seconds at most.
+        """
+        until_s = MONOTONIC() + _SHRINK_S
         with self.lock:
             self.memory.set_shares(shares)
+            above = [tenant for tenant in self.memory.tenants() if tenant.is_above_cap]
+        for tenant in above:
+            while MONOTONIC() < until_s and self._shrink_once(tenant):
+                time.sleep(_PAUSE_S)
 
     def owed_bytes(self, tenant: TenantId) -> int:
         """Memory that the tenant can have, whatever those want who have memory now."""
@@ -290,6 +330,20 @@ class HostSlots:
             self._num_evicted.inc(len(keys))
             self._evicted.update(key[:TENANT_ID_BYTES] for key in keys)
             self._events.post(EventKind.REMOVED, keys)
+
+    def _shrink_once(self, tenant: TenantMemory) -> bool:
+        """One step of what brings the tenant down to its cap; whether there is another one. Unlocked."""
+        with self.lock:
+            if not self._changed.wait_for(lambda: not tenant.changing, _SLAB_WAIT_S):
+                return False
+            step = self._shrink(tenant, _MOST_MOVED_BYTES)
+            tenant.changing = isinstance(step, Relocation)
+            dropped = self.memory.take_dropped()
+        give_back(dropped)
+        if isinstance(step, Relocation):
+            self._relocate(step, tenant)
+        self._events.flush()
+        return step is not False
 
     def _young_s(self, tenant: TenantId) -> float:
         """Blocks committed after this time stay, whatever the tenant wants to write."""

@@ -53,6 +53,15 @@ class TenantMemory:
             return spare_bytes > 0
         return any(slab.cost_bytes <= spare_bytes for slab in self.slabs())
 
+    @property
+    def is_above_cap(self) -> bool:
+        """It has more than it may have, as its cap was lowered."""
+        return self.share.cap_bytes is not None and self.cost_bytes > self.share.cap_bytes
+
+    def may_grow(self, lane: Lane) -> bool:
+        """Whether the smallest slab for this lane is within the cap, if the tenant had nothing else."""
+        return self.share.cap_bytes is None or lane.least_cost_bytes <= self.share.cap_bytes
+
     def set_share(self, share: Share) -> None:
         """What it is owed from now on. O(lanes)."""
         self.share = share

@@ -286,9 +286,13 @@ class HostTier:
         """What these tenants are owed of memory, from now on; all others have equal shares. The change is made at once
         for all of them. Slabs change hands as they are asked for.
 
+        A tenant that is above its cap gives up its coldest blocks now, for 2 seconds at most, and what is left then or
+        is in use later, as it writes. Blocks stay as long as `min_residency_s` says.
+
         `InvalidInputError`, and nothing changed: more is guaranteed to all tenants than there is.
         """
-        self._slots.set_shares(shares)
+        with self._guard:
+            self._slots.set_shares(shares)
 
     def owed_bytes(self, tenant: TenantId) -> int:
         """Memory that the tenant can have, whatever those want who have memory now."""

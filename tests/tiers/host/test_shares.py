@@ -1,10 +1,15 @@
 """How tenants share the memory of a host tier: guarantees, weights, caps, and who gives way to whom at once."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from kvtier.errors import InvalidInputError
-from kvtier.identity.keys import TenantId, tenant_id
+from kvtier.events import EventKind
+from kvtier.identity.keys import StoreKey, TenantId, tenant_id
 from kvtier.memory import memfd
+from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.shares import Share
@@ -116,6 +121,121 @@ def test_a_cap_below_the_smallest_slab_of_others_is_no_ban() -> None:
     tier.set_shares({RED: Share()})
     assert fill(tier, RED, 2048, 4 * KIB) == {WriteStatus.STORED, WriteStatus.EXISTS}
     assert used_bytes(tier, RED) > 7 * MIB
+    tier.check()
+
+
+def hits(tier: HostTier, tenant: TenantId, labels: range) -> int:
+    return tier.lookup([make_key(label, tenant=tenant) for label in labels]).count(Status.HIT)
+
+
+@pytest.mark.parametrize("cap_bytes", [4 * MIB, MIB, 4 * KIB])
+def test_a_lowered_cap_takes_the_coldest_blocks_at_once_and_nobody_elses(cap_bytes: int) -> None:
+    evicted: list[StoreKey] = []
+    metrics = Metrics()
+    tier = HostTier(
+        16 * MIB,
+        prefault=False,
+        metrics=metrics,
+        on_event=lambda event: evicted.extend(event.keys if event.kind is EventKind.REMOVED else ()),
+    )
+    fill(tier, BLUE, 128)
+    fill(tier, RED, 640)
+    tier.set_shares({RED: Share(cap_bytes=cap_bytes)})
+    left = used_bytes(tier, RED)
+    assert cap_bytes - 640 * KIB < left <= cap_bytes  # the largest slab has a sixteenth
+    num_left = left // (16 * KIB)
+    assert hits(tier, RED, range(640 - num_left - 8, 640)) == num_left, "a slab or two may go as a whole"
+    assert evicted[:384] == [make_key(label, tenant=RED) for label in range(384)]
+    assert tier.num_evicted_of(RED) == len(evicted) == metrics.evicted_blocks.labels("host")._value.get()
+    assert (tier.num_evicted_of(BLUE), hits(tier, BLUE, range(128))) == (0, 128)
+    tier.check()
+
+
+def test_what_is_in_use_stays_above_a_lowered_cap_and_goes_with_a_write_after_that() -> None:
+    tier = make_tier()
+    fill(tier, RED, 640)
+    read = range(0, 640, 8)  # in all slabs
+    leases = tier.acquire([make_key(label, tenant=RED) for label in read])
+    tier.set_shares({RED: Share(cap_bytes=MIB)})
+    assert put(tier, RED, "meanwhile") is WriteStatus.STORED
+    assert hits(tier, RED, read) == len(read)
+    assert used_bytes(tier, RED) > MIB
+    tier.check()
+    tier.release(leases)
+    assert {put(tier, RED, ("later", i)) for i in range(48)} == {WriteStatus.STORED}
+    assert MIB // 4 < used_bytes(tier, RED) <= MIB
+    tier.check()
+
+
+def test_young_blocks_stay_above_a_lowered_cap_until_they_are_old() -> None:
+    now_s = 0.0
+    tier = HostTier(16 * MIB, prefault=False, min_residency_s=60.0, clock=lambda: now_s)
+    fill(tier, RED, 640)
+    tier.set_shares({RED: Share(cap_bytes=MIB)})
+    assert used_bytes(tier, RED) == 10 * MIB
+    now_s = 61.0
+    assert {put(tier, RED, ("later", i)) for i in range(48)} == {WriteStatus.STORED}
+    assert MIB // 4 < used_bytes(tier, RED) <= MIB
+    assert hits(tier, RED, range(640)) < 16
+    tier.check()
+
+
+def test_a_write_gives_up_a_bounded_part_of_what_is_above_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left when the shares are set goes with the next writes, and none of them does it all."""
+    monkeypatch.setattr("kvtier.tiers.host.slots._SHRINK_S", 0.0)
+    monkeypatch.setattr("kvtier.tiers.host.reclaim._MOST_STEPS", 32)
+    tier = make_tier()
+    fill(tier, RED, 640)
+    tier.set_shares({RED: Share(cap_bytes=MIB)})
+    num_writes = 0
+    while used_bytes(tier, RED) > MIB:
+        before = tier.num_evicted_of(RED)
+        assert put(tier, RED, ("later", num_writes)) is WriteStatus.STORED
+        assert tier.num_evicted_of(RED) - before <= 64
+        num_writes += 1
+    assert 9 <= num_writes <= 80
+    tier.check()
+
+
+def test_a_block_above_the_cap_is_refused_and_costs_only_what_is_above_it() -> None:
+    tier = make_tier()
+    fill(tier, RED, 64, 32 * KIB)
+    leases = tier.acquire([make_key(0, tenant=RED)])
+    tier.discard([make_key(1, tenant=RED)])  # beside the one that is read there is a free slot
+    tier.set_shares({RED: Share(cap_bytes=16 * KIB)})
+    assert put(tier, RED, "large", 32 * KIB) is WriteStatus.FULL
+    tier.release(leases)
+    assert put(tier, RED, "large", 32 * KIB) is WriteStatus.FULL
+    assert (used_bytes(tier, RED), put(tier, RED, "small", 4 * KIB)) == (0, WriteStatus.STORED)
+    assert put(tier, RED, "large", 32 * KIB) is WriteStatus.FULL
+    assert tier.lookup([make_key("small", tenant=RED)]) == [Status.HIT]
+    tier.check()
+
+
+def test_caps_change_while_their_tenants_write_and_read() -> None:
+    tier = make_tier()
+    stop = threading.Event()
+
+    def use(tenant: TenantId, nbytes: int) -> None:
+        label = 0
+        while not stop.is_set():
+            put(tier, tenant, label, nbytes)
+            tier.release(tier.acquire([make_key(label - back, tenant=tenant) for back in range(0, 64, 8)]))
+            label += 1
+
+    with ThreadPoolExecutor(4) as threads:
+        users = [threads.submit(use, tenant, nbytes) for tenant in (RED, BLUE) for nbytes in (16 * KIB, 40 * KIB)]
+        try:
+            for cap_bytes in (8 * MIB, 2 * MIB, 16 * KIB, 6 * MIB) * 4:
+                tier.set_shares({RED: Share(cap_bytes=cap_bytes)})
+                stop.wait(0.05)
+                tier.check()
+        finally:
+            stop.set()
+        for user in users:
+            user.result()
+    tier.set_shares({RED: Share(cap_bytes=MIB)})
+    assert used_bytes(tier, RED) <= MIB
     tier.check()
 
 
