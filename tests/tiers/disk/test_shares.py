@@ -1,13 +1,16 @@
 """Shares of tenants on disk: what is guaranteed stays, caps hold, what is lent comes back, weights divide the rest."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from disk_tier_rig import KIB, MIB, reopening
+from gated_files import GatedFiles
 from kvtier.errors import InvalidInputError
-from kvtier.identity.keys import TenantId, tenant_id
+from kvtier.events import EventKind
+from kvtier.identity.keys import StoreKey, TenantId, tenant_id
 from kvtier.testing.blocks import make_key, make_payload, summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.shares import Share
@@ -78,6 +81,64 @@ def test_shares_change_while_the_tier_runs(tier: DiskTier) -> None:
     tier.set_shares({RED: Share()})
     write(tier, RED, range(2 * MANY, 3 * MANY))
     assert held(tier, RED) > 3 * MIB
+
+
+@pytest.mark.parametrize("cap_bytes", [MIB, 256 * KIB, 40 * KIB, 4 * KIB])
+def test_a_lowered_cap_holds_with_the_next_write_and_costs_others_nothing(tmp_path: Path, cap_bytes: int) -> None:
+    removed: list[StoreKey] = []
+    with reopening(tmp_path / "other") as open_one:
+        tier = open_one(
+            2 * CAPACITY,
+            write_amplification=1.0,
+            on_event=lambda event: removed.extend(event.keys if event.kind is EventKind.REMOVED else ()),
+        )
+        write(tier, BLUE, range(8))
+        write(tier, RED, range(MANY))
+        before, num_blue = held(tier, RED), held(tier, BLUE)
+        assert before > 3 * MIB
+        tier.set_shares({RED: Share(cap_bytes=cap_bytes)})
+        fits = cap_bytes > NBYTES + 8 * KIB
+        assert write(tier, RED, range(MANY, MANY + 1)) == [WriteStatus.STORED if fits else WriteStatus.FULL]
+        assert held(tier, RED) <= cap_bytes
+        assert (tier.usage_of(BLUE).num_blocks, held(tier, BLUE)) == (8, num_blue)
+        first = MANY + fits - tier.usage_of(RED).num_blocks
+        assert tier.lookup([make_key(n, tenant=RED) for n in range(first, MANY + fits)]).count(Status.MISS) == 0
+        assert removed == [make_key(label, tenant=RED) for label in range(first)]
+        write(tier, RED, range(2 * MANY, 3 * MANY))
+        assert held(tier, RED) <= cap_bytes
+
+
+def test_one_write_removes_a_bounded_part_of_what_is_above_a_lowered_cap(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.tiers.disk.reclaim.space._MOST_OWN", 2)
+    write(tier, RED, range(MANY))
+    tier.set_shares({RED: Share(cap_bytes=512 * KIB)})
+    num_writes = 0
+    while held(tier, RED) > 512 * KIB:
+        before = held(tier, RED)
+        assert write(tier, RED, range(MANY + num_writes, MANY + num_writes + 1)) == [WriteStatus.STORED]
+        assert 0 < before - held(tier, RED) <= 5 * 256 * KIB
+        num_writes += 1
+    assert 2 < num_writes < 16
+
+
+def test_what_is_being_written_above_a_lowered_cap_goes_with_a_later_write(tmp_path: Path) -> None:
+    files = GatedFiles()
+    with reopening(tmp_path / "other") as open_one, ThreadPoolExecutor(1) as thread:
+        tier = open_one(CAPACITY, write_amplification=1.0, files=files)
+        write(tier, RED, range(MANY // 2 + 1))  # so that the segment that takes extents has room
+        files.begin()
+        files.may_write.clear()
+        late = thread.submit(write, tier, RED, range(MANY, MANY + 1))
+        assert files.writing.acquire(timeout=10)
+        tier.set_shares({RED: Share(cap_bytes=4 * KIB)})
+        assert write(tier, RED, range(MANY + 1, MANY + 2)) == [WriteStatus.FULL]
+        assert 0 < held(tier, RED) <= 256 * KIB
+        files.may_write.set()
+        assert late.result() == [WriteStatus.STORED]
+        assert write(tier, RED, range(MANY + 1, MANY + 2)) == [WriteStatus.FULL]
+        assert held(tier, RED) <= 4 * KIB
 
 
 def test_weights_divide_what_is_not_guaranteed(tier: DiskTier) -> None:

@@ -21,6 +21,9 @@ _log = logging.getLogger(__name__)
 _MOST_FORGET_BYTES = 64 << 10
 _MOST_STUCK = 3
 """Segments that could not be removed, before a call gives up: what is in them is not found any more."""
+_MOST_OWN = 16
+"""Segments of a tenant that go for one file of it, if they make room for that. A tenant whose cap was lowered may have
+thousands, which take milliseconds each, and others want to write meanwhile."""
 
 
 class SpaceManager:
@@ -52,8 +55,14 @@ class SpaceManager:
         """Bytes for tombstones alone: what was forgotten must be so at once, whatever is to be evicted."""
 
     def set_aside(self, tenant: TenantId, num_pages: int) -> bool:
-        """Room for a file of the tenant, evicting what must go; False when there is not enough for it. `OSError`."""
-        num_stuck = 0
+        """Room for a file of the tenant, evicting what must go; False when there is not enough for it. `OSError`.
+
+        Of a tenant whose cap was lowered some segments go, and more than the file takes, until it is within its cap.
+        For a file that is larger than the cap nothing else goes.
+        """
+        num_stuck = num_own = 0
+        with self._state.lock:
+            had_bytes = self._state.segments.taken_bytes_of(tenant)
         while num_stuck < _MOST_STUCK:
             free_bytes = self._files.free_bytes()
             with self._state.lock:
@@ -61,13 +70,18 @@ class SpaceManager:
                 if num_pages * PAGE > limit:
                     self._warn_of_no_room(num_pages * PAGE, limit)
                     return False
-                if num_pages * PAGE > self._state.segments.most_bytes_of(tenant):
+                is_larger = num_pages * PAGE > self._state.segments.most_bytes_of(tenant)
+                nbytes = 0 if is_larger else num_pages * PAGE
+                over = self._state.segments.exceeds_cap(tenant, nbytes)
+                if num_own >= _MOST_OWN and self._state.segments.taken_bytes_of(tenant) + nbytes <= had_bytes:
+                    over = False
+                if is_larger and not over:
                     return False
-                over = self._state.segments.exceeds_cap(tenant, num_pages * PAGE)
                 if not over and self._state.segments.used_bytes + num_pages * PAGE <= limit:
                     self._state.segments.set_aside(num_pages * PAGE)
                     return True
                 victim = self._own_victim(tenant) if over else self._victim(tenant)
+                num_own += over
             if victim is not None:
                 num_stuck += not self._give_up(victim)
             elif over or not self.drop_all_dead():
@@ -86,7 +100,8 @@ class SpaceManager:
     def evict_ahead(self, tenant: TenantId, num_pages: int) -> None:
         """Makes room for the tenant's next file while the open segments have room for what is worth keeping. Raises
         nothing."""
-        while True:
+        num_own = 0
+        while num_own < _MOST_OWN:
             try:
                 free_bytes = self._files.free_bytes()
             except OSError as error:
@@ -99,6 +114,7 @@ class SpaceManager:
                 if fits and not over:
                     return
                 victim = self._own_victim(tenant) if over else self._victim(tenant)
+                num_own += over
             if victim is None or not self._give_up(victim, keep=True):
                 return
 

@@ -80,7 +80,7 @@ class SegmentSet:
         return self._owed.most_bytes_of(tenant)
 
     def exceeds_cap(self, tenant: TenantId, nbytes: int) -> bool:
-        """Whether a file of so many bytes is more than the tenant may have beside what it has."""
+        """Whether so many bytes are more than the tenant may have beside what it has."""
         return self.taken_bytes_of(tenant) + nbytes > self.most_bytes_of(tenant)
 
     def next_number(self) -> int:
@@ -116,13 +116,16 @@ class SegmentSet:
                 self._roomiest.put(segment.number, -segment.spare_pages)
 
     def take(self, tenant: TenantId, num_entries: int, payload_pages: int, epoch: int) -> Extent | None:
-        """Room for a head and payloads in the tenant's open segment; None when it has none.
+        """Room for a head and payloads in the tenant's open segment; None when it has none, or no payloads may come to
+        what the tenant has: its cap was lowered.
 
         :param epoch: the smallest that a record in it has.
         """
         of = self._of.get(tenant)
         segment = of.open if of is not None else None
         if segment is None or segment.evicting or not segment.takes(num_entries, payload_pages):
+            return None
+        if payload_pages and self.exceeds_cap(tenant, (head_pages(num_entries) + payload_pages) * PAGE):
             return None
         return self.extend(segment, num_entries, payload_pages, epoch)
 
