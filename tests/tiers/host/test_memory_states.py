@@ -156,9 +156,16 @@ class Memory(RuleBasedStateMachine):
     def retire(self, writer: int) -> None:
         self.tier.retire_writer(writer)
 
-    @rule(tenant=st.sampled_from(TENANTS), kib=st.integers(0, 48), weight=st.sampled_from([0.0, 1.0, 2.5]))
-    def set_share(self, tenant: TenantId, kib: int, weight: float) -> None:
-        self.shares[tenant] = Share(guaranteed_bytes=kib * KIB, weight=weight)
+    @rule(
+        tenant=st.sampled_from(TENANTS),
+        kib=st.integers(0, 48),
+        more_kib=st.sampled_from([None, 0, 8, 40]),
+        weight=st.sampled_from([0.0, 1.0, 2.5]),
+    )
+    def set_share(self, tenant: TenantId, kib: int, more_kib: int | None, weight: float) -> None:
+        """:param more_kib: how far the cap is above what is guaranteed."""
+        cap_bytes = None if more_kib is None else max(1, (kib + more_kib) * KIB)
+        self.shares[tenant] = Share(guaranteed_bytes=kib * KIB, cap_bytes=cap_bytes, weight=weight)
         self.tier.set_shares(self.shares)
 
     @invariant()
