@@ -44,7 +44,9 @@ class DiskParts:
     write_path: WritePath
     threads: Sequence[IoThreads]
     """The threads for reads, for writes and for tombstones: a read is not to wait behind all of a large batch of
-    writes."""
+    writes. And `shrinking`."""
+    shrinking: IoThreads
+    """The one thread that removes what tenants have above their caps, however long that takes."""
 
 
 def assemble(
@@ -62,6 +64,7 @@ def assemble(
 
     threads = [IoThreads(options.num_threads, f"kvtier-{name}{kind}") for kind in ("", "-write", "-forget")]
     reads, writes, forgets = threads
+    shrinking = IoThreads(1, f"kvtier-{name}-shrink")
     health = MediumHealth(name, metrics, events)
     watch = HangWatch(options.timeout_s, note_hang)
     state, buffers = LogState(), Buffers(2 * options.num_threads)
@@ -96,5 +99,17 @@ def assemble(
     part_bytes = log.segment_bytes // 4
     write_path = WritePath(state, events, health, writer, BatchThreads(writes, watch), part_bytes=part_bytes)
     return DiskParts(
-        state, watch, health, events, segment_files, buffers, space, log, tombstones, read_path, write_path, threads
+        state,
+        watch,
+        health,
+        events,
+        segment_files,
+        buffers,
+        space,
+        log,
+        tombstones,
+        read_path,
+        write_path,
+        [*threads, shrinking],
+        shrinking,
     )

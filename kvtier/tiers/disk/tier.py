@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from kvtier.codec.sealed_form import NO_SEALS, StorageSeals
@@ -64,6 +65,8 @@ class DiskTier:
         self._capacity_bytes = capacity_bytes
         self._name = name
         self._guard = CallGuard(f"tier {name}")
+        self._closing = False
+        """Set once, by `close`: `_shrink` ends then."""
 
     @classmethod
     def open(  # noqa: PLR0913 - what may be set, by keyword
@@ -266,11 +269,15 @@ class DiskTier:
         """What these tenants are owed from now on; all others have equal shares. The change is made at once for all.
 
         Bytes are those of `usage_of`. What others have of a tenant's guarantee goes, oldest segments first, as the
-        tenant writes, and what it has above its cap as it writes the next time. Raises `InvalidInputError`, and
-        changes nothing, when more would be guaranteed than there is.
+        tenant writes. What it has above its cap goes likewise, from now on, on a thread of its own, and as it writes.
+        Raises `InvalidInputError`, and changes nothing, when more would be guaranteed than there is.
         """
-        with self._guard, self._parts.state.lock:
-            self._parts.state.segments.set_shares(shares, self._capacity_bytes)
+        with self._guard:
+            with self._parts.state.lock:
+                self._parts.state.segments.set_shares(shares, self._capacity_bytes)
+                above = self._parts.state.segments.above_caps()
+            if above:
+                self._parts.shrinking.submit(partial(self._shrink, above))
 
     def write_amplification(self) -> float:
         """Bytes of records written since the start, per byte that somebody asked to be written."""
@@ -294,6 +301,7 @@ class DiskTier:
         so long: until then nobody else can have the folder, and calls without lent memory wait on.
         """
         if self._guard.close():
+            self._closing = True
             closing = IoThreads(1, f"kvtier-{self._name}-close")
             closed = closing.submit(self._end)
             hangs = self._parts.watch.wait([closed])
@@ -314,6 +322,14 @@ class DiskTier:
         with ThreadPoolExecutor(num_threads, thread_name_prefix=f"kvtier-{self._name}-start") as threads:
             found = recover(self._folder, parts.files, parts.state, threads)
         take_over(found, self._name, parts.space, parts.events, metrics, tell=tell)
+
+    def _shrink(self, tenants: Sequence[TenantId]) -> None:
+        """Removes what these tenants have above their caps."""
+        for tenant in tenants:
+            more = True
+            while more and not self._closing:
+                more = self._parts.space.shrink(tenant)
+                self._parts.events.flush()
 
     def _end(self) -> None:
         """Seals what is open, and gives everything back."""

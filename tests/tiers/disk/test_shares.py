@@ -1,5 +1,7 @@
 """Shares of tenants on disk: what is guaranteed stays, caps hold, what is lent comes back, weights divide the rest."""
 
+import errno
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +14,13 @@ from kvtier.errors import InvalidInputError
 from kvtier.events import EventKind
 from kvtier.identity.keys import StoreKey, TenantId, tenant_id
 from kvtier.testing.blocks import make_key, make_payload, summed
+from kvtier.testing.faults import FaultyFiles
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.shares import Share
+from kvtier.tiers.disk.medium.files import OsFiles
+from kvtier.tiers.disk.reclaim.space import SpaceManager
 from kvtier.tiers.disk.tier import DiskTier
+from pool_rig import until
 
 RED, BLUE, GREEN = tenant_id("red"), tenant_id("blue"), tenant_id("green")
 CAPACITY = 4 * MIB
@@ -83,6 +89,13 @@ def test_shares_change_while_the_tier_runs(tier: DiskTier) -> None:
     assert held(tier, RED) > 3 * MIB
 
 
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing goes when the shares are set."""
+    monkeypatch.setattr(SpaceManager, "shrink", lambda *_: False)
+
+
+@pytest.mark.usefixtures("idle")
 @pytest.mark.parametrize("cap_bytes", [MIB, 256 * KIB, 40 * KIB, 4 * KIB])
 def test_a_lowered_cap_holds_with_the_next_write_and_costs_others_nothing(tmp_path: Path, cap_bytes: int) -> None:
     removed: list[StoreKey] = []
@@ -108,6 +121,7 @@ def test_a_lowered_cap_holds_with_the_next_write_and_costs_others_nothing(tmp_pa
         assert held(tier, RED) <= cap_bytes
 
 
+@pytest.mark.usefixtures("idle")
 def test_one_write_removes_a_bounded_part_of_what_is_above_a_lowered_cap(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +137,7 @@ def test_one_write_removes_a_bounded_part_of_what_is_above_a_lowered_cap(
     assert 2 < num_writes < 16
 
 
+@pytest.mark.usefixtures("idle")
 def test_what_is_being_written_above_a_lowered_cap_goes_with_a_later_write(tmp_path: Path) -> None:
     files = GatedFiles()
     with reopening(tmp_path / "other") as open_one, ThreadPoolExecutor(1) as thread:
@@ -139,6 +154,60 @@ def test_what_is_being_written_above_a_lowered_cap_goes_with_a_later_write(tmp_p
         assert late.result() == [WriteStatus.STORED]
         assert write(tier, RED, range(MANY + 1, MANY + 2)) == [WriteStatus.FULL]
         assert held(tier, RED) <= 4 * KIB
+
+
+@pytest.mark.parametrize("cap_bytes", [MIB, 4 * KIB])
+def test_a_lowered_cap_holds_soon_though_its_tenant_writes_nothing(tmp_path: Path, cap_bytes: int) -> None:
+    removed: list[StoreKey] = []
+    with reopening(tmp_path / "other") as open_one:
+        tier = open_one(
+            2 * CAPACITY,
+            write_amplification=1.0,
+            on_event=lambda event: removed.extend(event.keys if event.kind is EventKind.REMOVED else ()),
+        )
+        write(tier, BLUE, range(8))
+        write(tier, RED, range(MANY))
+        num_blue = held(tier, BLUE)
+        tier.set_shares({RED: Share(cap_bytes=cap_bytes)})
+        until(lambda: held(tier, RED) <= cap_bytes)
+        first = MANY - tier.usage_of(RED).num_blocks
+        until(lambda: removed == [make_key(label, tenant=RED) for label in range(first)])
+        assert cap_bytes - 384 * KIB < held(tier, RED) <= cap_bytes
+        assert (tier.usage_of(BLUE).num_blocks, held(tier, BLUE)) == (8, num_blue)
+
+
+def test_a_tier_closes_while_a_tenant_comes_down_to_its_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_go, shrink = threading.Event(), threading.Event(), SpaceManager.shrink
+
+    def one_step(space: SpaceManager, tenant: TenantId) -> bool:
+        begun.set()
+        assert may_go.wait(10)
+        return shrink(space, tenant)
+
+    monkeypatch.setattr(SpaceManager, "shrink", one_step)
+    with reopening(tmp_path / "other") as open_one, ThreadPoolExecutor(1) as thread:
+        tier = open_one(CAPACITY, write_amplification=1.0)
+        write(tier, RED, range(MANY // 2))
+        tier.set_shares({RED: Share(cap_bytes=4 * KIB)})
+        assert begun.wait(10)
+        closed = thread.submit(tier.close)
+        until(lambda: tier._closing)
+        may_go.set()
+        closed.result(10)
+        tier = open_one(CAPACITY, write_amplification=1.0)
+        assert MANY // 2 - 8 <= tier.usage_of(RED).num_blocks < MANY // 2
+
+
+def test_nothing_more_is_hidden_of_a_tenant_above_its_cap_where_files_cannot_be_removed(tmp_path: Path) -> None:
+    files = FaultyFiles(OsFiles(direct=False))
+    with reopening(tmp_path / "other") as open_one:
+        tier = open_one(CAPACITY, write_amplification=1.0, files=files)
+        write(tier, RED, range(MANY // 2))
+        for op in ("remove", "truncate"):
+            files.fail_next(op, errno.EROFS, times=10_000)
+        tier.set_shares({RED: Share(cap_bytes=4 * KIB)})
+        tier._parts.shrinking.submit(lambda: None).result(10)
+        assert MANY // 2 - 8 <= tier.usage_of(RED).num_blocks < MANY // 2
 
 
 def test_weights_divide_what_is_not_guaranteed(tier: DiskTier) -> None:

@@ -118,6 +118,13 @@ class SpaceManager:
             if victim is None or not self._give_up(victim, keep=True):
                 return
 
+    def shrink(self, tenant: TenantId) -> bool:
+        """Removes the oldest segment of a tenant that is above its cap; False: it is not, or nothing can be removed
+        now. Raises nothing."""
+        with self._state.lock:
+            victim = self._own_victim(tenant) if self._state.segments.exceeds_cap(tenant, 0) else None
+        return victim is not None and self._give_up(victim)
+
     def fit(self) -> None:
         """Evicts what exceeds the capacity, at the start. What cannot be removed stays. Raises nothing."""
         num_stuck = 0

@@ -21,8 +21,8 @@ _STUCK_S = 30.0
 class SegmentSet:
     """All segments of a folder. Not thread-safe: the tier's lock guards all of it.
 
-    What is asked under that lock costs the same however many tenants and segments there are, but for `__iter__` and
-    `check`.
+    What is asked under that lock costs the same however many tenants and segments there are, but for `__iter__`,
+    `above_caps` and `check`.
     """
 
     def __init__(self, clock: Clock = MONOTONIC) -> None:
@@ -82,6 +82,10 @@ class SegmentSet:
     def exceeds_cap(self, tenant: TenantId, nbytes: int) -> bool:
         """Whether so many bytes are more than the tenant may have beside what it has."""
         return self.taken_bytes_of(tenant) + nbytes > self.most_bytes_of(tenant)
+
+    def above_caps(self) -> list[TenantId]:
+        """The tenants that have more than they may have. O(tenants)."""
+        return [tenant for tenant in self._of if self.exceeds_cap(tenant, 0)]
 
     def next_number(self) -> int:
         """A number for a new segment, never given again. `OSError` when numbers are used up."""
