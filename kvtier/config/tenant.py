@@ -14,7 +14,8 @@ class ShareConfig(Section):
     guaranteed_bytes: Bytes = ByteSize(0)
     """Others cannot keep so much from the tenant. All guarantees together fit into the tier."""
     cap_bytes: Bytes | None = None
-    """The most that the tenant may have, though there is room. Left out: no such bound."""
+    """The most that the tenant may have, though there is room. What it has above a cap that was lowered goes at
+    once; what is in use then goes as it writes. Left out: no such bound."""
     weight: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     """How large its part is of what is not guaranteed, beside the weights of others. 0: it gives way to everybody."""
 

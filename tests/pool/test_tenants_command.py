@@ -7,18 +7,20 @@ import signal
 import subprocess
 import sys
 import tomllib
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from configured_pool import NEW, OLD, configuration, digest, is_let_in, running
+from configured_pool import NEW, OLD, OTHER, configuration, digest, is_let_in, running
 from kvtier.errors import ConfigError
+from kvtier.identity.keys import tenant_id
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier_pool.credential_file import CredentialFile
 from kvtier_pool.tenants_command import table_of
-from pool_rig import BLOCK_BYTES, WAIT_S, connect, items, keys
+from pool_rig import BLOCK_BYTES, MIB, WAIT_S, connect, items, keys, until
 
 COMMAND = [sys.executable, "-c", "from kvtier_pool.tenants_command import app; app(prog_name='kvtier tenants')"]
 
@@ -114,6 +116,37 @@ def test_a_purge_that_a_stopped_pool_is_asked_for_is_given_up_and_never_begins(t
         assert "the purge has not begun, and does not begin later" in ended.stderr
         pool.says("has gone: the purge of tenant 'red' is not begun")
         assert '"event": "purge"' not in pool.log.read_text()
+
+
+def test_a_cap_that_is_lowered_on_sighup_takes_what_the_tenant_has_above_it(tmp_path: Path) -> None:
+    path, caps = tmp_path / "pool.toml", "".join(f'[tenants.red.{t}]\ncap_bytes = "4MiB"\n' for t in ("memory", "disk"))
+
+    def configured(quota: str = "") -> None:
+        text = configuration(path, f'"{digest(OLD)}"', quota).read_text()
+        path.write_text(
+            text.replace("memory_bytes", f'disk_dir = "{tmp_path}/disk"\ndisk_bytes = "64MiB"\nmemory_bytes')
+        )
+
+    def used_bytes(tenant: str) -> dict[str, int]:
+        report = json.loads(run("list", "--pid", str(pool.service.process.pid), "--json")[1])
+        return {tier: figures["used_bytes"] for tier, figures in report["tenants"][tenant]["tiers"].items()}
+
+    configured()
+    with running(path) as pool, ExitStack() as stack:
+        red, blue = connect(pool.block, token=OLD), connect(pool.block, "blue", token=OTHER)
+        stack.callback(red.close)
+        stack.callback(blue.close)
+        assert set(blue.write(items(range(32), tenant_id("blue")))) == {WriteStatus.STORED}
+        for first in range(0, 256, 16):
+            assert set(red.write(items(range(first, first + 16)))) == {WriteStatus.STORED}
+        until(lambda: used_bytes("red")["disk"] > 256 * BLOCK_BYTES and used_bytes("blue")["disk"] > 32 * BLOCK_BYTES)
+        before = used_bytes("blue")
+        configured(caps)
+        pool.service.process.send_signal(signal.SIGHUP)
+        until(lambda: max(used_bytes("red").values()) <= 4 * MIB)
+        assert set(red.write(items(range(256, 272)))) == {WriteStatus.STORED}
+        assert red.lookup(keys(range(256, 272))) == [Status.HIT] * 16
+        assert used_bytes("blue") == before
 
 
 def test_the_list_fits_80_columns_whatever_a_tenant_has() -> None:
