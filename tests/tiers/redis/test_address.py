@@ -52,6 +52,7 @@ def test_urls(url: str, address: RedisAddress) -> None:
         ("redis://a:70000", "70000"),
         ("redis://[::1", "cannot be read"),
         ("redis+cluster://a,b..svc:1", r"no host can have the name 'b\.\.svc'"),
+        (f"redis://{'long' * 20}", "no host can have the name 'longlong"),
         ("redis://a/b", "use a number"),
         ("redis://a/1/2", "no meaning"),
         ("redis://a?timeout=1", "unknown option 'timeout'"),

@@ -115,8 +115,7 @@ def test_a_server_that_answers_byte_by_byte_costs_a_deadline() -> None:
     [
         "redis://127.0.0.1:1",
         "redis://no-such-host.invalid",
-        "redis://no..host",
-        f"redis+cluster://{'long' * 20}",
+        "redis+cluster://no-such-host.invalid",
         "unix:///no/such/socket",
         "rediss://127.0.0.1:1?ca=/no/such/file",
     ],
