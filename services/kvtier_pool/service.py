@@ -125,6 +125,7 @@ class PoolService:
             undo.callback(self._core.close)
             self.audit.start()
             undo.callback(self.audit.stop)
+            self._require_guarantees(config)
             self._set_shares(config)
             if self._recorder is not None:
                 start_recorder(self._recorder, config)
@@ -177,7 +178,7 @@ class PoolService:
                 "restart it"
             )
         seals = self._storage_keys.of(config)
-        self._set_shares(config)
+        self._require_guarantees(config)
         self._storage_keys.take(seals)
         for places in self._places:
             places.set_tenants(names)
@@ -187,12 +188,14 @@ class PoolService:
         added, removed = self._logins.authenticator.accept(tokens, certificates)
         self.audit.note("credentials", added=added[:_MOST_NAMED], removed=removed[:_MOST_NAMED])
         self.end_stale()
+        self._set_shares(config)  # the last thing: tenants come down to caps that were lowered, for seconds perhaps
 
     def end_stale(self) -> int:
         """Ends connections and streams whose tokens have expired or are accepted no more; how many there were."""
         return self._block.end_stale() + self._servicer.end_stale()
 
-    def _set_shares(self, config: Config) -> None:
+    def _require_guarantees(self, config: Config) -> None:
+        """Raises `ConfigError` where more is guaranteed than a tier of this pool has."""
         table, tenants = self._config.pool_service, config.tenants
         memory_bytes = self._core.local_usages()["memory"]().capacity_bytes
         for tier, nbytes in (("memory", memory_bytes), ("disk", table.disk_bytes)):
@@ -206,6 +209,9 @@ class PoolService:
                     f"tenants.*.{tier}.guaranteed_bytes: {guaranteed:,} bytes in all, and pool_service.{key} is "
                     f"{nbytes:,}{since}; {remedy}"
                 )
+
+    def _set_shares(self, config: Config) -> None:
+        tenants = config.tenants
         self._core.set_shares(
             {tenant_id(name): share_of(tenant.memory) for name, tenant in tenants.items()},
             {tenant_id(name): share_of(tenant.disk) for name, tenant in tenants.items()},

@@ -182,7 +182,9 @@ def purge(
 
 def _purged(pid: int | None, tenant: str) -> dict[str, Any]:
     """What a purge has removed. Raises as `asked` does, and says then what becomes of the purge."""
-    what_follows = "the purge has not begun, and does not begin later"
+    what_follows = (
+        "a pool of this release has not begun the purge, and does not begin it later: purge again when it answers"
+    )
     with connected(pid) as connection, Console(stderr=True).status(f"purging {tenant}"):
         ask(connection, {"verb": "purge", "tenant": tenant})
         lines = Lines(connection)

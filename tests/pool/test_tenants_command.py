@@ -113,7 +113,7 @@ def test_a_purge_that_a_stopped_pool_is_asked_for_is_given_up_and_never_begins(t
             process.send_signal(signal.SIGCONT)
         assert ended.returncode == 1
         assert "the pool says nothing any more" in ended.stderr
-        assert "the purge has not begun, and does not begin later" in ended.stderr
+        assert "has not begun the purge, and does not begin it later" in ended.stderr
         pool.says("has gone: the purge of tenant 'red' is not begun")
         assert '"event": "purge"' not in pool.log.read_text()
 

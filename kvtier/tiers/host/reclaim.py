@@ -2,6 +2,7 @@
 
 import math
 
+from kvtier.clock import MONOTONIC
 from kvtier.identity.keys import StoreKey
 from kvtier.tiers.common.shares import gives_way
 from kvtier.tiers.host.lane import Lane
@@ -10,8 +11,8 @@ from kvtier.tiers.host.slab import OWN_PROCESS, Slab
 from kvtier.tiers.host.slab_memory import SlabMemory
 from kvtier.tiers.host.tenant_memory import TenantMemory
 
-_MOST_STEPS = 512
-"""Blocks that are evicted before the lock is let go of once: others wait meanwhile, a millisecond or two."""
+_MOST_STEPS, _MOST_S = 512, 2e-3
+"""Blocks that are evicted, and the time that this may take, until the lock is let go of once: others wait meanwhile."""
 _MOST_IDLE = 4
 """When one in so many bytes of a tenant is free and no slab can be emptied all the same, as each has readers or is the
 only one of its lane, a slab is dropped with what is in it. Else nearly all would be evicted before one is empty."""
@@ -44,6 +45,7 @@ class Reclaim:
         young_s = young_s if lane.slabs else math.inf  # else a writer without a pause would keep all others out
         barren: set[TenantMemory] = set()
         lender: TenantMemory | None = None
+        until_s = MONOTONIC() + _MOST_S
         for _ in range(_MOST_STEPS):
             if lane.num_free:
                 return True
@@ -61,6 +63,8 @@ class Reclaim:
                     return False
             elif outcome is None:
                 barren.add(lender)
+            elif MONOTONIC() >= until_s:
+                return True
             lender = lender if outcome is False else None
         return True
 
@@ -69,12 +73,15 @@ class Reclaim:
 
         True: look again, there is more. False: it has no more than its cap, or the rest may not go now.
         """
+        until_s = MONOTONIC() + _MOST_S
         for _ in range(_MOST_STEPS):
             outcome = self._give_way(tenant, young_s, most_moved_bytes, own=True) if tenant.is_above_cap else None
             if outcome is None:
                 return False
             if isinstance(outcome, Relocation):
                 return outcome
+            if MONOTONIC() >= until_s:
+                return True
         return True
 
     def take_evicted(self) -> list[StoreKey]:

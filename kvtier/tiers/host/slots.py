@@ -36,6 +36,8 @@ _SLAB_WAIT_S = 2.0
 the time that a call of an engine may take."""
 _SHRINK_S = 2.0
 """How long shares are being set at most, while tenants come down to their caps; the rest goes as they write."""
+_SHRINK_AGAIN_S = 0.01
+"""How long a tenant that is above its cap writes on before more of it goes: others want the lock, too."""
 _PAUSE_S = 1e-3
 """Between two steps of that: whoever waits for the lock has looked again by then."""
 _log = logging.getLogger(__name__)
@@ -175,10 +177,11 @@ class HostSlots:
         :param shrinks: a tenant that is above its cap gives up some of that first.
         """
         more: Relocation | bool = False
-        if shrinks and tenant.is_above_cap and not tenant.changing:
+        if shrinks and tenant.is_above_cap and not tenant.changing and MONOTONIC() >= tenant.shrinks_from_s:
             more = self._shrink(tenant, most_moved_bytes)
             if isinstance(more, Relocation):
                 return more
+            tenant.shrinks_from_s = MONOTONIC() + _SHRINK_AGAIN_S
         if not tenant.may_grow(lane):
             self.memory.forget_if_empty(tenant, lane)
             return False

@@ -34,6 +34,8 @@ class TenantMemory:
         """What its slabs take of the capacity, those being made included."""
         self.changing = False
         """A thread makes or empties a slab for it, outside the lock."""
+        self.shrinks_from_s = 0.0
+        """The time from which a write makes more go, if it is above its cap."""
         self.lanes: dict[SlabKind, Lane] = {}
         """Its lanes; those without memory are not kept."""
         self.retired: dict[int, Slab] = {}

@@ -247,3 +247,25 @@ def test_shares_outlive_the_blocks(tmp_path: Path) -> None:
         assert tier.purge(BLUE) == 8
         write(tier, BLUE, range(MANY))
         assert held(tier, BLUE) <= MIB
+
+
+def test_a_tenant_with_a_cap_keeps_what_it_reads_as_one_with_a_small_disk_does(tmp_path: Path) -> None:
+    hits: list[int] = []
+    for capacity_bytes, cap_bytes in ((2 * MIB, None), (16 * MIB, 2 * MIB)):
+        tier = DiskTier.open(
+            tmp_path / str(capacity_bytes),
+            capacity_bytes,
+            reserve_bytes=0,
+            segment_bytes=MIB // 2,
+            write_amplification=2.0,
+        )
+        tier.set_shares({RED: Share(cap_bytes=cap_bytes)})
+        read = [make_key(("read", i), tenant=RED) for i in range(10)]
+        tier.write([summed(key, bytes(8 * KIB)) for key in read])
+        hits.append(0)
+        for number in range(0, 1600, 4):
+            tier.write([summed(make_key(number + i, tenant=RED), bytes(8 * KIB)) for i in range(4)])
+            into = [memoryview(bytearray(8 * KIB)) for _ in read]
+            hits[-1] += tier.read(read, into).count(Status.HIT)
+        tier.close()
+    assert hits[1] >= hits[0] > 1000

@@ -13,6 +13,7 @@ from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.shares import Share
+from kvtier.tiers.host.reclaim import Reclaim
 from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.host.tier import BLOCK_OVERHEAD_BYTES, HostTier
 
@@ -151,6 +152,30 @@ def test_a_lowered_cap_takes_the_coldest_blocks_at_once_and_nobody_elses(cap_byt
     tier.check()
 
 
+@pytest.fixture
+def shrinks_with_each_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every 10 ms."""
+    monkeypatch.setattr("kvtier.tiers.host.slots._SHRINK_AGAIN_S", 0.0)
+
+
+def test_others_do_not_wait_for_a_tenant_that_stays_above_its_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of its writes look for what may go, and not each of them."""
+    monkeypatch.setattr("kvtier.tiers.host.slots._SHRINK_AGAIN_S", 1000.0)
+    looks: list[int] = []
+    shrink = Reclaim.shrink
+    monkeypatch.setattr(Reclaim, "shrink", lambda *arguments: looks.append(1) or shrink(*arguments))
+    tier = make_tier()
+    fill(tier, RED, 640)
+    leases = tier.acquire([make_key(label, tenant=RED) for label in range(0, 640, 8)])
+    tier.set_shares({RED: Share(cap_bytes=MIB)})
+    looks.clear()
+    assert {put(tier, RED, ("later", i)) for i in range(48)} == {WriteStatus.STORED}
+    assert len(looks) == 1
+    tier.release(leases)
+    tier.check()
+
+
+@pytest.mark.usefixtures("shrinks_with_each_write")
 def test_what_is_in_use_stays_above_a_lowered_cap_and_goes_with_a_write_after_that() -> None:
     tier = make_tier()
     fill(tier, RED, 640)
@@ -167,6 +192,7 @@ def test_what_is_in_use_stays_above_a_lowered_cap_and_goes_with_a_write_after_th
     tier.check()
 
 
+@pytest.mark.usefixtures("shrinks_with_each_write")
 def test_young_blocks_stay_above_a_lowered_cap_until_they_are_old() -> None:
     now_s = 0.0
     tier = HostTier(16 * MIB, prefault=False, min_residency_s=60.0, clock=lambda: now_s)
@@ -180,6 +206,7 @@ def test_young_blocks_stay_above_a_lowered_cap_until_they_are_old() -> None:
     tier.check()
 
 
+@pytest.mark.usefixtures("shrinks_with_each_write")
 def test_a_write_gives_up_a_bounded_part_of_what_is_above_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left when the shares are set goes with the next writes, and none of them does it all."""
     monkeypatch.setattr("kvtier.tiers.host.slots._SHRINK_S", 0.0)
@@ -197,6 +224,7 @@ def test_a_write_gives_up_a_bounded_part_of_what_is_above_a_cap(monkeypatch: pyt
     tier.check()
 
 
+@pytest.mark.usefixtures("shrinks_with_each_write")
 def test_a_block_above_the_cap_is_refused_and_costs_only_what_is_above_it() -> None:
     tier = make_tier()
     fill(tier, RED, 64, 32 * KIB)

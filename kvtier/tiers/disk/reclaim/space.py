@@ -109,7 +109,10 @@ class SpaceManager:
                 return
             with self._state.lock:
                 limit = self._limit(free_bytes)
-                over = self._state.segments.exceeds_cap(tenant, num_pages * PAGE)
+                # What the open segment will take counts: it is full when the file is wanted.
+                over = self._state.segments.exceeds_cap(
+                    tenant, num_pages * PAGE + self._state.segments.spare_bytes_of(tenant)
+                )
                 fits = num_pages * PAGE > limit or self._state.segments.used_bytes + num_pages * PAGE <= limit
                 if fits and not over:
                     return

@@ -75,6 +75,11 @@ class SegmentSet:
         """Disk space of all pages that were taken: what is preallocated and not yet used is not the tenant's."""
         return self._of[tenant].num_pages * PAGE if tenant in self._of else 0
 
+    def spare_bytes_of(self, tenant: TenantId) -> int:
+        """What the tenant's open segment may still take."""
+        of = self._of.get(tenant)
+        return of.open.spare_pages * PAGE if of is not None and of.open is not None else 0
+
     def most_bytes_of(self, tenant: TenantId) -> float:
         """What the tenant may have; infinite without a cap."""
         return self._owed.most_bytes_of(tenant)
