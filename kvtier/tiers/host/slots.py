@@ -151,6 +151,8 @@ class HostSlots:
                 self._relocate(step, tenant)
             elif not isinstance(step, bool):
                 step = self._grow(step)
+            elif step:  # the time for once is over: others get the lock before it is looked at again
+                time.sleep(_PAUSE_S)
             if step is False:
                 return WriteStatus.FULL
 
