@@ -54,7 +54,7 @@ def acting_movers(timeline: Timeline, delay_s: Callable[[], float]) -> Iterator[
         return ActingExecutor(num_threads, name, timeline=timeline, delay_s=delay_s)
 
     with (
-        mock.patch.object(threads, "ThreadPoolExecutor", executor),
+        mock.patch.object(threads, "started_threads", executor),
         mock.patch.object(fetcher, "MONOTONIC", timeline.clock),
     ):
         yield
