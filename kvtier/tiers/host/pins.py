@@ -7,7 +7,8 @@ from kvtier.protocol.shared_memory import PLACE
 from kvtier.tiers.base import Status
 from kvtier.tiers.host.entries import Entry
 from kvtier.tiers.host.slab import Slab
-from kvtier.tiers.host.slots import HostSlots, give_back
+from kvtier.tiers.host.slab_changes import give_back
+from kvtier.tiers.host.slots import HostSlots
 
 
 class ReadPin:

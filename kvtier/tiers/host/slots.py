@@ -1,10 +1,6 @@
 """The slots of a host tier: which block is in which, and how a block gets one, keeps it, and loses it."""
 
-import collections
-import logging
 import math
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import Counter
@@ -16,31 +12,21 @@ from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.memory.pages import round_up
 from kvtier.memory.slab_layout import SharedSlab
 from kvtier.policies.base import Use, use_in_batch
-from kvtier.system.quiet_log import QuietLog
 from kvtier.system.short_lock import ShortLock
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.shares import Share
 from kvtier.tiers.host.entries import Entry
 from kvtier.tiers.host.lane import Lane
-from kvtier.tiers.host.reclaim import Reclaim
-from kvtier.tiers.host.relocation import Growth, Relocation
+from kvtier.tiers.host.relocation import Relocation
 from kvtier.tiers.host.slab import OWN_PROCESS, SLOT_ALIGN_BYTES, Slab
+from kvtier.tiers.host.slab_changes import MOST_MOVED_BYTES, SlabChanges, give_back
 from kvtier.tiers.host.slab_memory import SlabMemory
 from kvtier.tiers.host.tenant_memory import TenantMemory
 
-_MOST_MOVED_BYTES = 64 << 20
-"""Copied at most before one block gets its slot, some 10 ms; then blocks are evicted until one fits."""
 _SLAB_WAIT_S = 2.0
 """How long a writer waits for memory that another one of its tenant is getting: some ms where the system has it. Below
 the time that a call of an engine may take."""
-_SHRINK_S = 2.0
-"""How long shares are being set at most, while tenants come down to their caps; the rest goes as they write."""
-_SHRINK_AGAIN_S = 0.01
-"""How long a tenant that is above its cap writes on before more of it goes: others want the lock, too."""
-_PAUSE_S = 1e-3
-"""Between two steps of that: whoever waits for the lock has looked again by then."""
-_log = logging.getLogger(__name__)
 
 
 class WriteSlot:
@@ -66,7 +52,7 @@ class WriteSlot:
 
 class HostSlots:
     """Keys, slots and memory, behind one lock. Any thread. Events are posted here; the tier flushes them, but for those
-    of `set_shares`."""
+    of `set_shares`. How a block gets memory is `SlabChanges`' part."""
 
     def __init__(
         self,
@@ -83,19 +69,14 @@ class HostSlots:
         :param residency_s: how many seconds a block stays at least, whatever this tenant wants to write. Called with
             the lock.
         """
-        self._name, self._events, self._num_evicted = name, events, num_evicted
-        self._residency_s, self._clock = residency_s, clock
+        self._events, self._clock = events, clock
         self.lock = ShortLock()
         """Held while slots change hands, never while memory is copied, made or given back."""
         self.memory = memory
         """Guarded by lock, but for making slabs."""
-        self._reclaim = Reclaim(memory)
-        """Guarded by lock."""
-        self._changed = threading.Condition(self.lock)  # type: ignore[arg-type]  # has all that it asks of a lock
-        """Notified when a thread has finished making or emptying a slab."""
-        self._evicted: collections.Counter[bytes] = collections.Counter()
-        """Blocks that were evicted, by tenant. Guarded by lock."""
-        self._warnings = QuietLog(_log, clock=clock)
+        self.changes = SlabChanges(
+            name, self.lock, memory, events, residency_s=residency_s, num_evicted=num_evicted, clock=clock
+        )
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
         miss, hit, pending = Status.MISS, Status.HIT, Status.PENDING
@@ -125,7 +106,7 @@ class HostSlots:
         slot_bytes = max(SLOT_ALIGN_BYTES, round_up(nbytes, SLOT_ALIGN_BYTES))
         if not self.memory.sizes.may_hold(slot_bytes):
             return WriteStatus.FULL
-        most_moved_bytes = _MOST_MOVED_BYTES
+        most_moved_bytes = MOST_MOVED_BYTES
         wait_until_s = MONOTONIC() + _SLAB_WAIT_S
         shrinks = True
         while True:
@@ -134,26 +115,19 @@ class HostSlots:
                 if isinstance(found, WriteStatus):
                     return found
                 tenant, lane = found
-                step = self._step(tenant, lane, most_moved_bytes, shrinks=shrinks)
+                step = self.changes.next_step(tenant, lane, most_moved_bytes, shrinks=shrinks)
                 shrinks = False
                 slot = None
                 if step is True and lane.num_free:
                     slab, entry = self.memory.take(tenant, lane, key)
                     slot = WriteSlot(key, nbytes, entry, slab)
-                elif not isinstance(step, bool):
-                    tenant.changing = True
                 dropped = self.memory.take_dropped()
             give_back(dropped)
             if slot is not None:
                 return slot
             if isinstance(step, Relocation):
                 most_moved_bytes -= step.nbytes
-                self._relocate(step, tenant)
-            elif not isinstance(step, bool):
-                step = self._grow(step)
-            elif step:  # the time for once is over: others get the lock before it is looked at again
-                time.sleep(_PAUSE_S)
-            if step is False:
+            if not self.changes.carry_out(step, tenant):
                 return WriteStatus.FULL
 
     def _lane_for(
@@ -168,38 +142,8 @@ class HostSlots:
             lane = tenant.lane(slot_bytes, writer)
             if lane.num_free or not tenant.changing:
                 return tenant, lane
-            if not self._changed.wait(wait_until_s - MONOTONIC()):
+            if not self.changes.wait(wait_until_s):
                 return WriteStatus.THROTTLED
-
-    def _step(
-        self, tenant: TenantMemory, lane: Lane, most_moved_bytes: int, *, shrinks: bool
-    ) -> Growth | Relocation | bool:
-        """The next thing to do for a slot in this lane. Locked. True: take one, or look again; False: none may be had.
-
-        :param shrinks: a tenant that is above its cap gives up some of that first.
-        """
-        more: Relocation | bool = False
-        if shrinks and tenant.is_above_cap and not tenant.changing and MONOTONIC() >= tenant.shrinks_from_s:
-            more = self._shrink(tenant, most_moved_bytes)
-            if isinstance(more, Relocation):
-                return more
-            tenant.shrinks_from_s = MONOTONIC() + _SHRINK_AGAIN_S
-        if not tenant.may_grow(lane):
-            self.memory.forget_if_empty(tenant, lane)
-            return False
-        if lane.num_free or more or tenant.lanes.get(lane.kind) is not lane:
-            return True
-        step = self._reclaim.make_room(
-            tenant, lane, young_s=self._young_s(tenant.tenant), most_moved_bytes=most_moved_bytes
-        )
-        self._note_evicted()
-        return step
-
-    def _shrink(self, tenant: TenantMemory, most_moved_bytes: int) -> Relocation | bool:
-        """`Reclaim.shrink`. Locked."""
-        step = self._reclaim.shrink(tenant, self._young_s(tenant.tenant), most_moved_bytes)
-        self._note_evicted()
-        return step
 
     def finish(self, slots: Sequence[WriteSlot], checksums: Mapping[WriteSlot, int]) -> None:
         """Commits the slots that have a checksum, last to first, and aborts the others.
@@ -275,13 +219,9 @@ class HostSlots:
 
         Tenants that are above their caps then give up what may go, for some seconds at most.
         """
-        until_s = MONOTONIC() + _SHRINK_S
         with self.lock:
             self.memory.set_shares(shares)
-            above = [tenant for tenant in self.memory.tenants() if tenant.is_above_cap]
-        for tenant in above:
-            while MONOTONIC() < until_s and self._shrink_once(tenant):
-                time.sleep(_PAUSE_S)
+        self.changes.come_down()
 
     def owed_bytes(self, tenant: TenantId) -> int:
         """Memory that the tenant can have, whatever those want who have memory now."""
@@ -307,11 +247,6 @@ class HostSlots:
             capacity_bytes = self.memory.sizes.capacity_bytes
             return Usage(sum(e.num_ready for e in every), sum(e.ready_bytes for e in every), capacity_bytes)
 
-    def num_evicted_of(self, tenant: TenantId | None) -> int:
-        """Blocks of the tenant that were evicted since the start; None: of all tenants."""
-        with self.lock:
-            return self._evicted.total() if tenant is None else self._evicted[tenant]
-
     def taken_bytes(self) -> int:
         """What is taken of the capacity: slots with blocks, with what is kept of blocks and slabs. O(sizes in use)."""
         with self.lock:
@@ -329,75 +264,6 @@ class HostSlots:
         with self.lock:
             self.memory.check()
 
-    def _note_evicted(self) -> None:
-        """Tells of evicted blocks, whose slots may belong to others already. Caller holds the lock."""
-        if keys := self._reclaim.take_evicted():
-            self._num_evicted.inc(len(keys))
-            self._evicted.update(key[:TENANT_ID_BYTES] for key in keys)
-            self._events.post(EventKind.REMOVED, keys)
-
-    def _shrink_once(self, tenant: TenantMemory) -> bool:
-        """One step of what brings the tenant down to its cap; whether there is another one. Unlocked."""
-        with self.lock:
-            if not self._changed.wait_for(lambda: not tenant.changing, _SLAB_WAIT_S):
-                return False
-            step = self._shrink(tenant, _MOST_MOVED_BYTES)
-            tenant.changing = isinstance(step, Relocation)
-            dropped = self.memory.take_dropped()
-        give_back(dropped)
-        if isinstance(step, Relocation):
-            self._relocate(step, tenant)
-        self._events.flush()
-        return step is not False
-
-    def _young_s(self, tenant: TenantId) -> float:
-        """Blocks committed after this time stay, whatever the tenant wants to write."""
-        residency_s = self._residency_s(tenant)
-        return self._clock() - residency_s if residency_s else math.inf
-
-    def _grow(self, growth: Growth) -> bool:
-        """Makes the slab that is charged; False when there is no memory. Unlocked."""
-        slab = None
-        try:
-            slab = self._make(growth)
-        finally:
-            with self.lock:
-                self._settle(growth, slab, growth.tenant)
-        return slab is not None
-
-    def _relocate(self, relocation: Relocation, tenant: TenantMemory) -> None:
-        """Empties a slab, which may be another one's, so that `tenant` has room. Unlocked."""
-        made = None
-        copied = False
-        try:
-            if relocation.growth is None or (made := self._make(relocation.growth)) is not None:
-                relocation.copy(made)
-                copied = True
-        finally:
-            with self.lock:
-                self._settle(relocation.growth, made, tenant)
-                self.memory.finish(relocation, copied=copied)
-                dropped = self.memory.take_dropped()
-            give_back(dropped)
-
-    def _make(self, growth: Growth) -> Slab | None:
-        try:
-            return self.memory.make(growth)
-        except (OSError, MemoryError) as error:
-            self._warnings.warning(
-                f"tier {self._name}: no memory for a slab; lower its capacity, or allow more descriptors: {error}"
-            )
-            return None
-
-    def _settle(self, growth: Growth | None, made: Slab | None, tenant: TenantMemory) -> None:
-        """The thread that changed slabs for this tenant is done with them. Locked."""
-        tenant.changing = False
-        self._changed.notify_all()
-        if made is not None:
-            self.memory.add(made)
-        elif growth is not None:
-            self.memory.cancel(growth)
-
     def _abort(self, slot: WriteSlot) -> None:
         entry, slot._entry = slot._entry, None
         if entry is not None:
@@ -408,12 +274,3 @@ class HostSlots:
         if not entry.ready and self.memory.slab_of(entry).kind.writer not in (OWN_PROCESS, writer):
             return WriteStatus.THROTTLED  # another client may have been stopped: nobody knows when it will be there
         return WriteStatus.EXISTS
-
-
-def give_back(slabs: Iterable[Slab]) -> None:
-    """Gives the memory of slabs back to the system. Hold no lock: it takes a while."""
-    for slab in slabs:
-        try:
-            slab.give_back()
-        except OSError:
-            _log.exception("memory of a slab cannot be given back before its last map is gone")

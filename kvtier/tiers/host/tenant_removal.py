@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from kvtier.identity.keys import StoreKey, TenantId
-from kvtier.tiers.host.slots import HostSlots, give_back
+from kvtier.tiers.host.slab_changes import give_back
+from kvtier.tiers.host.slots import HostSlots
 
 
 def keys_of(slots: HostSlots, tenant: TenantId) -> Iterator[list[StoreKey]]:

@@ -171,7 +171,7 @@ class HostTier:
 
     def num_evicted_of(self, tenant: TenantId | None) -> int:
         """Blocks of the tenant that were evicted since the start; None: of all tenants."""
-        return self._slots.num_evicted_of(tenant)
+        return self._slots.changes.num_evicted_of(tenant)
 
     def near_eviction(self, share: float) -> list[StoreKey]:
         """The blocks that are evicted next: of each tenant that cannot grow, the coldest `share` of its slots.

@@ -155,12 +155,12 @@ def test_a_lowered_cap_takes_the_coldest_blocks_at_once_and_nobody_elses(cap_byt
 @pytest.fixture
 def shrinks_with_each_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not every 10 ms."""
-    monkeypatch.setattr("kvtier.tiers.host.slots._SHRINK_AGAIN_S", 0.0)
+    monkeypatch.setattr("kvtier.tiers.host.slab_changes._SHRINK_AGAIN_S", 0.0)
 
 
 def test_others_do_not_wait_for_a_tenant_that_stays_above_its_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of its writes look for what may go, and not each of them."""
-    monkeypatch.setattr("kvtier.tiers.host.slots._SHRINK_AGAIN_S", 1000.0)
+    monkeypatch.setattr("kvtier.tiers.host.slab_changes._SHRINK_AGAIN_S", 1000.0)
     looks: list[int] = []
     shrink = Reclaim.shrink
     monkeypatch.setattr(Reclaim, "shrink", lambda *arguments: looks.append(1) or shrink(*arguments))
@@ -209,7 +209,7 @@ def test_young_blocks_stay_above_a_lowered_cap_until_they_are_old() -> None:
 @pytest.mark.usefixtures("shrinks_with_each_write")
 def test_a_write_gives_up_a_bounded_part_of_what_is_above_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left when the shares are set goes with the next writes, and none of them does it all."""
-    monkeypatch.setattr("kvtier.tiers.host.slots._SHRINK_S", 0.0)
+    monkeypatch.setattr("kvtier.tiers.host.slab_changes._CHANGE_S", 0.0)
     monkeypatch.setattr("kvtier.tiers.host.reclaim._MOST_STEPS", 32)
     tier = make_tier()
     fill(tier, RED, 640)
