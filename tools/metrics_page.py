@@ -67,7 +67,7 @@ OPEN_OF = {
         "code": "codes of errors ([gateway.md](gateway.md)), and HTTP's status for those without one"
     }
 }
-"""Those of labels that mean something else in one metric."""
+"""Texts of labels that mean something else in one metric."""
 MARK = "<!-- What follows is written by `python tools/metrics_page.py --write`. -->"
 
 

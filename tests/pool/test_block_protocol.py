@@ -27,8 +27,7 @@ from block_rig import (
     session,
     split_frames,
 )
-from kvtier.errors import ConfigError, InvalidInputError, UnavailableError
-from kvtier.net.address import Address, open_connection
+from kvtier.errors import InvalidInputError, UnavailableError
 from kvtier.net.stream import PlainStream
 from kvtier.net.wrong_protocol import PRELUDE_BYTES
 from kvtier.protocol.block import MAX_HEADER_BYTES, MAX_HELLO_BYTES, decode_header, encode_head, error_for
@@ -320,45 +319,3 @@ def test_any_header_is_a_map_or_an_error(packed: bytes) -> None:
         return
     with pytest.raises(InvalidInputError):
         fields.number("no such field")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "pool:7600",
-        "pool.svc.:7600",
-        "kältespeicher.de:7600",
-        "[::1]:7600",
-        "[fe80::1%eth0]:7600",
-        "unix:/run/kvtier/pool.sock",
-        "127.0.0.1:0",
-    ],
-)
-def test_addresses(text: str) -> None:
-    assert str(Address.parse(text)) == text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "pool",
-        "pool:",
-        ":7600",
-        "pool:http",
-        "pool:70000",
-        "pool:-1",
-        "unix:",
-        "unix:/" + "x" * 200,
-        "pool..svc:1",
-        "a" * 64 + ":1",
-    ],
-)
-def test_addresses_that_are_none(text: str) -> None:
-    with pytest.raises(ConfigError, match="address"):
-        Address.parse(text)
-
-
-def test_a_name_that_no_host_can_have_is_not_found() -> None:
-    with pytest.raises(OSError, match=r"'pool\.\.svc' is no host's name"):
-        open_connection(Address(host="pool..svc", port=1), time.monotonic() + WAIT_S)

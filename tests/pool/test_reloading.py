@@ -19,7 +19,8 @@ from kvtier.protocol import pool_pb2
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier_pool.auth import Authenticator, LoginRefusedError
-from pool_rig import BLUE, RED, WAIT_S, connect, items, keys, until
+from kvtier_pool.service import Addresses, PoolService
+from pool_rig import BLUE, RED, WAIT_S, connect, dial, items, keys, pool_config, until
 from turned_clock import turned_clock
 
 
@@ -196,3 +197,27 @@ def test_the_clock_decides() -> None:
     with pytest.raises(LoginRefusedError, match="not known") as error:
         auth.tenant(NEW)
     assert error.value.token == digest(NEW)[:8]
+
+
+def test_a_revoked_token_is_out_before_tenants_come_down_to_lowered_caps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may take seconds for that."""
+    config = pool_config()
+    without_blue = config.model_copy(update={"tenants": {"red": config.tenants["red"]}})
+    let_in: list[bool] = []
+    service = PoolService(config)
+    addresses = service.start()
+    try:
+        monkeypatch.setattr(service._core, "set_shares", lambda *_: let_in.append(can_log_in(addresses, "blue")))
+        service.take(without_blue)
+        assert let_in == [False]
+        assert can_log_in(addresses, "red")
+    finally:
+        service.stop()
+
+
+def can_log_in(addresses: Addresses, tenant: str) -> bool:
+    try:
+        dial(addresses.block[0], tenant).close()
+    except UnauthenticatedError:
+        return False
+    return True

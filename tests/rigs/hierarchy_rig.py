@@ -14,12 +14,22 @@ from prometheus_client import CollectorRegistry
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.device.kv import HostMemoryKV
 from kvtier.device.layered_loads import CopiesByLayer
-from kvtier.identity.keys import BlockHasher, BlockKey, NamespaceId, PrefixHasher, StoreKey, TenantId, tenant_id
+from kvtier.identity.keys import (
+    BlockHasher,
+    BlockKey,
+    NamespaceId,
+    PrefixHasher,
+    StoreKey,
+    TenantId,
+    rank_keys,
+    tenant_id,
+)
 from kvtier.memory.arena import Arena
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.metrics import Metrics
 from kvtier.offload import (
     AlwaysFetch,
+    Block,
     BlockStatus,
     Directory,
     DirectorySettings,
@@ -217,3 +227,19 @@ def until(poll: Callable[[], T | None]) -> T:
             return answer
         time.sleep(0.0005)
     raise AssertionError("no answer in time")
+
+
+def in_tier(tier: HostTier, hashes: list[BlockKey]) -> list[bool]:
+    """Whether a tier has each block."""
+    return [s is Status.HIT for s in tier.lookup(rank_keys(hashes, NAMESPACE))]
+
+
+def blocks(hashes: list[BlockKey], first_slot: int = 0) -> list[Block]:
+    """Blocks in device slots that follow one another."""
+    return [(h, first_slot + i) for i, h in enumerate(hashes)]
+
+
+def full(rig: Rig, hashes: list[BlockKey], first_slot: int = 0) -> None:
+    """Blocks become full on the device, and what is due is done."""
+    rig.hierarchy.save_full(blocks(hashes, first_slot))
+    rig.settle()

@@ -49,8 +49,8 @@ class Health:
 
     @contextlib.contextmanager
     def asking(self, op: str) -> Iterator[bool]:
-        """Gives whether the neighbour may be asked; counted if not. Who asks it says how it went before the end, by
-        `worked` or `failed`."""
+        """Gives whether the neighbour may be asked; it is counted if not. A caller that asks says how it went, by
+        `worked` or `failed`, before the context ends."""
         admission = self._probes.admit()
         if admission is Admission.NONE:
             self._metrics.io_errors.labels(self._tier, op, "BreakerOpen").inc()

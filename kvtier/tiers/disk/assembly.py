@@ -43,8 +43,8 @@ class DiskParts:
     read_path: ReadPath
     write_path: WritePath
     threads: Sequence[IoThreads]
-    """The threads for reads, for writes and for tombstones: a read is not to wait behind all of a large batch of
-    writes. And `shrinking`."""
+    """The threads for reads, for writes, for tombstones and for `shrinking`: a read is not to wait behind all of a
+    large batch of writes."""
     shrinking: IoThreads
     """The one thread that removes what tenants have above their caps, however long that takes."""
 

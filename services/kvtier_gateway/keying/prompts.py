@@ -111,7 +111,7 @@ class Prompts:
 def _is_short(asked: Asked) -> bool:
     """Whether a prompt costs less than to have a thread look at it.
 
-    Of a conversation all counts, since a template may write any of it: roles, and calls of tools.
+    All of a conversation counts, since a template may write any of it: roles, and calls of tools.
     """
     prompt = asked.fields.get("prompt")
     if isinstance(prompt, list):  # token ids, or what is not tokenised

@@ -1,5 +1,6 @@
 """Shares of tenants on disk: what is guaranteed stays, caps hold, what is lent comes back, weights divide the rest."""
 
+import contextlib
 import errno
 import threading
 from collections.abc import Iterator
@@ -95,11 +96,11 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SpaceManager, "shrink", lambda *_: False)
 
 
-@pytest.mark.usefixtures("idle")
-@pytest.mark.parametrize("cap_bytes", [MIB, 256 * KIB, 40 * KIB, 4 * KIB])
-def test_a_lowered_cap_holds_with_the_next_write_and_costs_others_nothing(tmp_path: Path, cap_bytes: int) -> None:
+@contextlib.contextmanager
+def two_tenants(folder: Path) -> Iterator[tuple[DiskTier, list[StoreKey]]]:
+    """A tier of which red has most and blue little, and the keys that it removes, as it says so."""
     removed: list[StoreKey] = []
-    with reopening(tmp_path / "other") as open_one:
+    with reopening(folder) as open_one:
         tier = open_one(
             2 * CAPACITY,
             write_amplification=1.0,
@@ -107,6 +108,13 @@ def test_a_lowered_cap_holds_with_the_next_write_and_costs_others_nothing(tmp_pa
         )
         write(tier, BLUE, range(8))
         write(tier, RED, range(MANY))
+        yield tier, removed
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("cap_bytes", [MIB, 256 * KIB, 40 * KIB, 4 * KIB])
+def test_a_lowered_cap_holds_with_the_next_write_and_costs_others_nothing(tmp_path: Path, cap_bytes: int) -> None:
+    with two_tenants(tmp_path / "other") as (tier, removed):
         before, num_blue = held(tier, RED), held(tier, BLUE)
         assert before > 3 * MIB
         tier.set_shares({RED: Share(cap_bytes=cap_bytes)})
@@ -158,15 +166,7 @@ def test_what_is_being_written_above_a_lowered_cap_goes_with_a_later_write(tmp_p
 
 @pytest.mark.parametrize("cap_bytes", [MIB, 4 * KIB])
 def test_a_lowered_cap_holds_soon_though_its_tenant_writes_nothing(tmp_path: Path, cap_bytes: int) -> None:
-    removed: list[StoreKey] = []
-    with reopening(tmp_path / "other") as open_one:
-        tier = open_one(
-            2 * CAPACITY,
-            write_amplification=1.0,
-            on_event=lambda event: removed.extend(event.keys if event.kind is EventKind.REMOVED else ()),
-        )
-        write(tier, BLUE, range(8))
-        write(tier, RED, range(MANY))
+    with two_tenants(tmp_path / "other") as (tier, removed):
         num_blue = held(tier, BLUE)
         tier.set_shares({RED: Share(cap_bytes=cap_bytes)})
         until(lambda: held(tier, RED) <= cap_bytes)

@@ -152,6 +152,18 @@ def test_a_lowered_cap_takes_the_coldest_blocks_at_once_and_nobody_elses(cap_byt
     tier.check()
 
 
+def test_a_write_that_makes_much_room_lets_go_of_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that takes it again at once would keep all others out."""
+    pauses: list[float] = []
+    monkeypatch.setattr("kvtier.tiers.host.slab_changes.time.sleep", pauses.append)
+    monkeypatch.setattr("kvtier.tiers.host.reclaim._MOST_S", 0.0)
+    tier = make_tier()
+    fill(tier, RED, 1024, 16 * KIB)
+    assert put(tier, RED, "large", MIB) is WriteStatus.STORED
+    assert len(pauses) > 8, "one for each step"
+    tier.check()
+
+
 @pytest.fixture
 def shrinks_with_each_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not every 10 ms."""

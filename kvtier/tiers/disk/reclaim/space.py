@@ -57,7 +57,7 @@ class SpaceManager:
     def set_aside(self, tenant: TenantId, num_pages: int) -> bool:
         """Room for a file of the tenant, evicting what must go; False when there is not enough for it. `OSError`.
 
-        Of a tenant whose cap was lowered some segments go, and more than the file takes, until it is within its cap.
+        A tenant whose cap was lowered loses some segments, more than the file takes, until it is within its cap.
         For a file that is larger than the cap nothing else goes.
         """
         num_stuck = num_own = 0
