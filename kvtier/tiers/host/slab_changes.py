@@ -24,9 +24,8 @@ from kvtier.tiers.host.tenant_memory import TenantMemory
 
 MOST_MOVED_BYTES = 64 << 20
 """Copied at most before one block gets its slot, some 10 ms; then blocks are evicted until one fits."""
-_CHANGE_S = 2.0
-"""How long a tenant's memory is waited for while another thread changes it, and tenants come down to lowered caps at
-most when shares are set; the rest goes as they write."""
+_COME_DOWN_S = 2.0
+"""How long tenants come down to their caps at most when shares are set; the rest goes as they write."""
 _SHRINK_AGAIN_S = 0.01
 """How long a tenant that is above its cap writes on before more of it goes: others want the lock, too."""
 _PAUSE_S = 1e-3
@@ -109,8 +108,8 @@ class SlabChanges:
         return step is not False
 
     def come_down(self) -> None:
-        """Has tenants that are above their caps give up what may go, for `_CHANGE_S` at most."""
-        until_s = MONOTONIC() + _CHANGE_S
+        """Has tenants that are above their caps give up what may go, for `_COME_DOWN_S` at most."""
+        until_s = MONOTONIC() + _COME_DOWN_S
         with self._lock:
             above = [tenant for tenant in self._memory.tenants() if tenant.is_above_cap]
         for tenant in above:

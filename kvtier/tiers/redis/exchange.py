@@ -165,6 +165,11 @@ def refusal_of_writes(answer: object) -> str | None:
     return code if code in _OTHER_REFUSALS else None
 
 
+def takes_no_writes(answer: object) -> bool:
+    """Whether the answer is such a refusal."""
+    return refusal_of_writes(answer) is not None
+
+
 def _shut_down(connection: Any) -> None:
     """Ends whatever another thread does with the connection's socket.
 

@@ -12,7 +12,7 @@ from kvtier.errors import CorruptBlockError, InvalidInputError, SealedBlockError
 from kvtier.identity.keys import StoreKey
 from kvtier.tiers.redis.blocks import BlockFormat
 from kvtier.tiers.redis.commands import MAX_PARTS, get, part_names
-from kvtier.tiers.redis.exchange import Conversation, Take, is_wrong_type, refusal_of_writes
+from kvtier.tiers.redis.exchange import Conversation, Take, is_wrong_type, takes_no_writes
 from kvtier.tiers.redis.servers import Servers
 
 
@@ -91,10 +91,10 @@ class BlockReader:
         refused: list[int] = []
 
         def take_unless_refused(i: int, value: Any) -> None:
-            if refusal_of_writes(value) is None:
-                take(i, value)
-            else:
+            if takes_no_writes(value):
                 refused.append(i)
+            else:
+                take(i, value)
 
         commands = (get(names[place], self._form.ttl_ms) for place in places)
         moved = talk.ask(commands, take_unless_refused, _is_taken)
@@ -176,4 +176,4 @@ class BlockReader:
 
 
 def _is_taken(refusal: object) -> bool:
-    return is_wrong_type(refusal) or refusal_of_writes(refusal) is not None
+    return is_wrong_type(refusal) or takes_no_writes(refusal)

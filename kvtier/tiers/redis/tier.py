@@ -35,7 +35,7 @@ from kvtier.tiers.redis.caps import TenantCaps
 from kvtier.tiers.redis.clients import RedisClients
 from kvtier.tiers.redis.commands import key_names
 from kvtier.tiers.redis.discards import Discards
-from kvtier.tiers.redis.exchange import Conversation, refusal_of_writes
+from kvtier.tiers.redis.exchange import Conversation, takes_no_writes
 from kvtier.tiers.redis.memory import REPORT, ServerMemory, total
 from kvtier.tiers.redis.presence import presence
 from kvtier.tiers.redis.purge import TenantPurge
@@ -353,6 +353,5 @@ class RedisTier:
 
 
 def _drop(names: Sequence[bytes], talk: Conversation, places: list[int]) -> list[int]:
-    commands = [("UNLINK", names[place]) for place in places]
-    talk.ask(commands, lambda i, answer: None, lambda refusal: refusal_of_writes(refusal) is not None)
+    talk.ask([("UNLINK", names[place]) for place in places], lambda i, answer: None, takes_no_writes)
     return []

@@ -9,7 +9,7 @@ from kvtier.memory.buffers import ReadableBuffer
 from kvtier.tiers.base import Item, WriteStatus
 from kvtier.tiers.redis.blocks import BlockFormat
 from kvtier.tiers.redis.commands import Command, set_value
-from kvtier.tiers.redis.exchange import Conversation, is_full, refusal_of_writes
+from kvtier.tiers.redis.exchange import Conversation, is_full, refusal_of_writes, takes_no_writes
 from kvtier.tiers.redis.presence import presence
 from kvtier.tiers.redis.servers import Servers
 
@@ -95,7 +95,7 @@ class BlockWriter:
                 set_value(block.names[i], bytes(block.parts[i + 1]), self._form.ttl_ms, anew=False)
                 for block, i in (parts[number] for number in batch)
             )
-            return [batch[i] for i in talk.ask(commands, take, _is_refused)]
+            return [batch[i] for i in talk.ask(commands, take, takes_no_writes)]
 
         names = [block.names[i] for block, i in parts]
         num_moved = servers.each("write", names, [len(block.parts[i + 1]) for block, i in parts], work, deadline)
@@ -119,7 +119,7 @@ class BlockWriter:
             else:
                 self.statuses[places[i]] = WriteStatus.EXISTS if answer is None else WriteStatus.STORED
 
-        return [places[i] for i in talk.ask(commands(), take, _is_refused)]
+        return [places[i] for i in talk.ask(commands(), take, takes_no_writes)]
 
     def _most_stored_bytes(self, place: int) -> int:
         key, payload, _ = self._items[place]
@@ -138,7 +138,3 @@ class BlockWriter:
         if not full:
             self.read_only.append(place)
         self.refusal = f"{code} {str(refusal).removeprefix(code).lstrip()}"
-
-
-def _is_refused(answer: object) -> bool:
-    return refusal_of_writes(answer) is not None

@@ -221,7 +221,7 @@ def test_young_blocks_stay_above_a_lowered_cap_until_they_are_old() -> None:
 @pytest.mark.usefixtures("shrinks_with_each_write")
 def test_a_write_gives_up_a_bounded_part_of_what_is_above_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left when the shares are set goes with the next writes, and none of them does it all."""
-    monkeypatch.setattr("kvtier.tiers.host.slab_changes._CHANGE_S", 0.0)
+    monkeypatch.setattr("kvtier.tiers.host.slab_changes._COME_DOWN_S", 0.0)
     monkeypatch.setattr("kvtier.tiers.host.reclaim._MOST_STEPS", 32)
     tier = make_tier()
     fill(tier, RED, 640)
