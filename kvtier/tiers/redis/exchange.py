@@ -166,7 +166,7 @@ def refusal_of_writes(answer: object) -> str | None:
 
 
 def takes_no_writes(answer: object) -> bool:
-    """Whether the answer is such a refusal."""
+    """Whether the server refuses to write, and can be read all the same: see `refusal_of_writes`."""
     return refusal_of_writes(answer) is not None
 
 
